@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from hotseat.errors import HotseatError, RunError, WorkerError
+from hotseat.errors import BudgetError, DeadlineError, HotseatError, RunError, WorkerError
 
 # What reports a death -> the pattern of its error's type and text.
 DEATHS = {
@@ -40,6 +40,26 @@ def comes_again(error: BaseException) -> bool:
         if isinstance(each, HotseatError) and each.comes_again is not None:
             return each.comes_again
     return reporter_of("\n".join(map(_text, causes))) is None
+
+
+def is_loss(error: BaseException) -> bool:
+    """Tell whether an error means that a process was lost or hung, so that the run can continue with another one."""
+    is_choice = any(isinstance(each, BudgetError) for each in _causes(error))  # it resumes with another config
+    return not is_choice and not comes_again(error)
+
+
+def who_died(error: BaseException) -> tuple[str | None, set[str]]:
+    """Return the group of which a process died, if the error says so, and all groups whose processes it names."""
+    named: dict[str, None] = {}  # an ordered set
+    death = None
+    for each in _causes(error):
+        if isinstance(each, WorkerError) and each.group:
+            named[each.group] = None
+        if isinstance(each, DeadlineError):
+            named |= dict.fromkeys(name.partition(" rank ")[0] for name in each.awaited)
+        if isinstance(each, RunError) and each.is_death and named:
+            death = list(named)[-1]
+    return death, set(named)
 
 
 def reporter_of(text: str) -> str | None:

@@ -84,7 +84,7 @@ class Fault:
     """
 
     point: str
-    do: str  # kill, stop, raise, out-of-memory, or a number of seconds to sleep
+    do: str  # kill, stop, raise, die (raise what reports a death), out-of-memory, or a number of seconds to sleep
     to: str = "self"
     by: str = ""
     skip: int = 0  # how many times the point is passed before the fault happens
@@ -149,8 +149,10 @@ def _pid_of(directory: Path, name: str) -> int:
 
 
 def _happen(directory: Path, fault: Fault) -> None:
-    if fault.do == "raise":
-        raise RunError(f"a fault at {fault.point}")
+    if fault.do in ("raise", "die"):
+        error = RunError(f"a fault at {fault.point}")
+        error.is_death = fault.do == "die"
+        raise error
     if fault.do == "out-of-memory":
         import torch
 

@@ -116,6 +116,7 @@ class Book:
         saved = facts.get("saved", -1)
         if saved > self.saved:
             self.saved, self._num_in_vain = saved, 0
+        self._num_in_vain += facts.get("in_vain", 0)  # restarts of groups, by the driver itself
 
     def problem(self) -> str | None:
         """Return why the driver is not started again; None if it is."""

@@ -122,6 +122,14 @@ class LocalGroup(WorkerGroup[W_co]):
         if getattr(replaced, "has_to_be_replaced", False):  # it may never end what it does
             threading.Thread(target=self._close_object, args=(replaced.close, _GRACE_S), daemon=True).start()
 
+    def restart_all(self) -> None:
+        for rank in self.ranks:
+            ask = getattr(self._objects[rank], "close", None)
+            if ask is not None:
+                self._close_stuck(ask)
+        for rank in self.ranks:
+            self._construct(rank)
+
     def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
         if self.is_closed:
             return
@@ -131,13 +139,16 @@ class LocalGroup(WorkerGroup[W_co]):
             if ask and grace_s > 0:
                 self._close_object(ask, grace_s)
             elif ask:
-                # What an object has started would outlive it. After an error it may be stuck: then it is left behind.
-                closing = threading.Thread(target=self._close_object, args=(ask, _GRACE_S), daemon=True)
-                closing.start()
-                closing.join(_GRACE_S)
+                self._close_stuck(ask)
             self._objects[rank] = None
         if self._loop:
             self._loop.close()
+
+    def _close_stuck(self, ask: Callable[[], Any]) -> None:
+        """Close an object after an error. What it has started would outlive it; if it is stuck it is left behind."""
+        closing = threading.Thread(target=self._close_object, args=(ask, _GRACE_S), daemon=True)
+        closing.start()
+        closing.join(_GRACE_S)
 
     def _close_object(self, ask: Callable[[], Any], grace_s: float) -> None:
         with contextlib.suppress(Exception):

@@ -34,13 +34,14 @@ FIRST_TIME = {
     "prepare": "computing log-probs and advantages",
     "update": "updating the weights",
     "save": "saving a checkpoint",
+    "restart": "starting what died again",
 }
 
 AFTERWARDS = ("save", "export", "push")  # phases that follow after the metrics of their step are recorded
 
 MAX_VALUES = 64  # distinct values of a distribution; more are binned
 
-# start: a command began. restart: it began since the one before had died.
+# start: a command began. restart: it began since the one before had died, or a group was restarted whose process had.
 Kind = Literal["start", "note", "warning", "fault", "restart"]
 
 
@@ -97,6 +98,7 @@ class Journal(Closing):
             stack.callback(self.timeline.close)
             stack.enter_context(view)
             self._stack = stack.pop_all()
+        self._board = board
         self._sinks: list[Sink] = [board]
         text = "started" if last_step is None else f"resumed after step {last_step}"
         when_s = time.time() if started_s is None else started_s
@@ -159,6 +161,13 @@ class Journal(Closing):
         self.timeline.flush()
         if metrics and (step % self._log_every == 0 or step == self.run_progress.num_steps):
             self._view.step(step, metrics)
+
+    def go_back(self, last_step: int) -> None:
+        """Remove the records of later steps: the run continues from the checkpoint of `last_step`."""
+        for name in (METRICS, DISTRIBUTIONS, SAMPLES):
+            self._files[name].go_back(last_step)
+        self._board.go_back(last_step)
+        self.run_progress.step = last_step
 
     def distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
         self._files[DISTRIBUTIONS].write(

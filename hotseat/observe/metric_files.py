@@ -30,12 +30,17 @@ class JsonLines(Closing):
         drop_cut_line(path)
         if last_step is not None:
             _drop_later(path, last_step)
+        self._path = path
         self._file = opened(path, "a")
 
     def write(self, record: Mapping[str, Any]) -> None:
         plain = {name: _plain(value) for name, value in record.items()}
         self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
+
+    def go_back(self, last_step: int) -> None:
+        """Remove records of later steps."""
+        _drop_later(self._path, last_step)
 
     def close(self) -> None:
         self._file.close()
@@ -66,9 +71,18 @@ def read_last_line(path: Path) -> dict[str, Any] | None:
 
 class TensorBoard:
     def __init__(self, path: Path, last_step: int | None = None):
+        self._path = path
+        self._open(last_step)
+
+    def _open(self, last_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(path), purge_step=None if last_step is None else last_step + 1)
+        self._writer = SummaryWriter(str(self._path), purge_step=None if last_step is None else last_step + 1)
+
+    def go_back(self, last_step: int) -> None:
+        """Have TensorBoard leave out what was written of later steps."""
+        self._writer.close()
+        self._open(last_step)
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         for name, value in values.items():

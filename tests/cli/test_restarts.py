@@ -67,6 +67,15 @@ def test_restarts_are_counted_from_the_last_new_checkpoint():
     assert len(book.restarts) == 3
 
 
+def test_restarts_of_groups_without_a_new_checkpoint_count_too():
+    book = Book()
+    book.note({**RUN, "saved": 4, "in_vain": 2})
+    assert book.problem() is not None
+    book.note({**RUN, "saved": 5, "in_vain": 1})
+    assert book.problem() is None
+    assert "restart 2 of 2" in book.count("it died")
+
+
 def test_a_driver_that_dies_before_a_run_has_begun_is_not_started_again():
     book = Book()
     book.note({})

@@ -16,6 +16,9 @@ from hotseat.observe import read_lines
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
+SILENCE = {"silence_timeout_s": 4}
+NO_RESTARTS = ("run.max_restarts=0",)  # otherwise the run restarts a model by itself
+
 # Reached by the driver or by the rollout host, before or beside anything that an engine does.
 EVERY_STEP = [point for point in POINTS if point not in ("start-up", "evaluation.during")]
 
@@ -132,7 +135,7 @@ def test_a_rank_of_the_trainer_dies_and_the_run_resumes_from_its_checkpoint(task
         assert code == 0, errors[-3000:]
         undisturbed = calm.run_dir.rename(task / "runs" / "undisturbed")
         calm.faults.rename(task / "no-faults")
-    with Faulty(task, num_passes=3, placement=TWO_RANKS) as run:
+    with Faulty(task, num_passes=3, placement=TWO_RANKS, overrides=NO_RESTARTS) as run:
         run.arm(Fault("update.micro-batch", "kill", by="actor:1", skip=8))
         code, _, errors = run.go()
         assert code == 1
@@ -155,7 +158,7 @@ def test_a_run_that_is_killed_at_every_point_is_resumed_every_time(task, victim)
     actors = [point for point, where in POINTS.items() if where.startswith("actor")]
     faults = [Fault(point, "kill", to="self" if victim == "driver" else victim, skip=1) for point in drivers[1:]]
     faults += [Fault(point, "kill", to="self", by="actor:0", skip=1) for point in actors if victim == "actor:0"]
-    with Faulty(task, num_passes=10) as run:
+    with Faulty(task, num_passes=10, overrides=NO_RESTARTS) as run:
         for fault in [Fault("start-up", "kill", to="self"), *faults]:
             run.arm(fault)
             code, _, errors = run.go()
@@ -193,7 +196,7 @@ def test_a_slow_disk_holds_no_step_up(task):
 def test_a_rank_that_dies_while_it_writes_in_the_background(task):
     """Scenario 10 on Ray: the run ends, saying who died; resumed, no bit differs."""
     undisturbed = run_undisturbed(task, num_passes=3)
-    with Faulty(task, num_passes=3) as run:
+    with Faulty(task, num_passes=3, overrides=NO_RESTARTS) as run:
         run.arm(Fault("save.during", "kill", by="actor:0", skip=1))
         code, _, errors = run.go()
         assert code == 1
@@ -204,9 +207,6 @@ def test_a_rank_that_dies_while_it_writes_in_the_background(task):
         assert code == 0, errors[-3000:]
         assert "step-000002 was not finished, and is removed" in out
         assert differences(undisturbed, run.run_dir) == []
-
-
-SILENCE = {"silence_timeout_s": 4}
 
 
 @pytest.mark.long
@@ -251,7 +251,7 @@ def test_stopped_at_a_point(task, victim, point, skip):
 @pytest.mark.long
 def test_a_rank_of_the_trainer_that_is_stopped_ends_the_run_by_name(task):
     """Scenario 9: within the limit, naming rank and operation; the run is resumable."""
-    with Faulty(task, num_passes=2, placement=TWO_RANKS, cluster=SILENCE) as run:
+    with Faulty(task, num_passes=2, placement=TWO_RANKS, cluster=SILENCE, overrides=NO_RESTARTS) as run:
         run.arm(Fault("update.micro-batch", "stop", by="actor:1", skip=8))
         code, _, errors = run.go()
         assert code == 1
@@ -268,7 +268,7 @@ def test_a_rank_of_the_trainer_that_is_stopped_ends_the_run_by_name(task):
 def test_a_call_that_never_ends_is_diagnosed(task):
     """Invariant 7: a rank that sleeps for ever in an update is named, with everybody's stack."""
     limits = {"call_timeout_s": 8}
-    with Faulty(task, num_passes=2, placement=TWO_RANKS, cluster=limits) as run:
+    with Faulty(task, num_passes=2, placement=TWO_RANKS, cluster=limits, overrides=NO_RESTARTS) as run:
         run.arm(Fault("update.micro-batch", "1000", by="actor:1", skip=8))
         code, _, errors = run.go()
         assert code == 1

@@ -1,4 +1,4 @@
-"""A critic or a reward model that dies ends the run at once, and it goes on from its checkpoint to the same bits."""
+"""Where nothing is restarted, a critic or a reward model that dies ends the run, which resumes to the same bits."""
 
 import pytest
 from fault_cases import Faulty, differences, make_faulty_task
@@ -20,6 +20,7 @@ def config_text(task, name: str, cluster: str) -> str:
         cluster=cluster,
         reward=f"{{model: {task}/reward_model}}",
         checkpoint="{every: 1}",
+        run="{max_restarts: 0}",
         train="{dtype: fp32, batch_size: 16, micro_batch_size: 4, num_episodes: 2}",
     )
 

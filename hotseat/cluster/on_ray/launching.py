@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hotseat.cluster.environment import rank_env
@@ -23,7 +23,8 @@ from hotseat.processes import supervisor
 class ActorStarter:
     """Starts the actors of one group, at its launch and when a rank is restarted.
 
-    master: address and port at which the ranks meet. number: of this launch in its session; names are used again.
+    meeting: returns an address and a free port at which the ranks can meet. number: of this launch in its session, in
+    which names are used again.
     """
 
     def __init__(
@@ -32,14 +33,15 @@ class ActorStarter:
         launch: Launch[Any],
         reservation: Reservation,
         session_name: str,
-        master: tuple[str, int],
+        meeting: Callable[[], tuple[str, int]],
         number: int,
     ):
         self._ray = ray
         self.launch = launch  # of which constructors take their arguments, and processes everything else
         self._reservation = reservation
         self._mark = f"{session_name}:{re.sub('[:/]', '_', launch.name)}"
-        self._master = master
+        self._meeting = meeting
+        self._master = meeting()
         self._number = number
 
     def prepare(self, processes: Sequence[RankProcess]) -> None:
@@ -52,6 +54,8 @@ class ActorStarter:
     def start(self, group: RayGroup[Any], ranks: Sequence[int], within_s: float) -> Pending[ProcessIdentity]:
         """Start the processes of these ranks, and in each the constructor of its object."""
         launch, futures = self.launch, {}
+        if any(group.processes[rank].incarnation for rank in ranks) and len(ranks) == group.size:
+            self._master = self._meeting()  # at the old address ranks that ended may still be known
         for rank in ranks:
             if group.processes[rank].is_prepared:
                 group.processes[rank].is_prepared = False

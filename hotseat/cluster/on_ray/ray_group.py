@@ -114,6 +114,7 @@ class RayGroup(WorkerGroup[W_co]):
         self._starting: tuple[Pending[ProcessIdentity], float] | None = (
             None  # constructors under way, and how long they may take
         )
+        self._start_timeout_s = 0.0  # how long the first start may take
         self._start_error: RunError | None = None  # why some constructors failed
         self._start_lock = threading.RLock()
         self.is_closed = False
@@ -136,20 +137,28 @@ class RayGroup(WorkerGroup[W_co]):
         )
 
     def restart(self, rank: int) -> None:
+        self._restart([rank], self.timeout_s)
+
+    def restart_all(self) -> None:
+        self._restart(self.ranks, self._start_timeout_s)
+
+    def _restart(self, ranks: Sequence[int], within_s: float) -> None:
         owner = self._owner_for("restart")
         self._raise_if_lost(asks_ray=True)
         if self.is_closed:
-            raise worker_error(self.name, rank, "restart", "cannot be restarted: the group is closed")
+            raise worker_error(self.name, ranks[0], "restart", "cannot be restarted: the group is closed")
         self._settle()
-        owner.end_processes([self.processes[rank]])
-        self.processes[rank].incarnation += 1
-        self.processes[rank].ended_because = ""
-        self.begin([rank], self.timeout_s)
+        owner.end_processes([self.processes[rank] for rank in ranks])
+        for rank in ranks:
+            self.processes[rank].incarnation += 1
+            self.processes[rank].ended_because = ""
+        self.begin(ranks, within_s)
         self.ready()
 
     def begin(self, ranks: Sequence[int], within_s: float) -> None:
-        """Start the processes of these ranks; `ready` waits for them."""
+        """Start the processes of these ranks; `ready` waits for them. All ranks together meet at a new address."""
         assert self._start_processes is not None
+        self._start_timeout_s = max(self._start_timeout_s, within_s)
         self._start_error = None
         self._starting = self._start_processes(self, ranks, within_s), within_s
         if self._relays is not None:

@@ -128,11 +128,14 @@ class RayRuntime:
             self.reserve(everything, timeout_s=60.0)
         assert self._reservation is not None
         refuse_unreserved(launch, self._reservation)
-        master_node = launch.processes[0].node
-        master = self._connection.nodes[master_node].address, self._processes.free_port(master_node)
+        node = launch.processes[0].node
+
+        def meeting() -> tuple[str, int]:
+            return self._connection.nodes[node].address, self._processes.free_port(node)
+
         self._num_launched += 1
         return ActorStarter(
-            self._connection.ray, launch, self._reservation, self._session.name, master, self._num_launched
+            self._connection.ray, launch, self._reservation, self._session.name, meeting, self._num_launched
         )
 
     def service(self, service: type[NodeService[A]], node: int | None) -> A:

@@ -14,7 +14,7 @@ DEFAULT_MINUTES = 10.0  # between checkpoints, where the config does not say whe
 
 class RunConfig(Section):
     max_restarts: NotNegative = 3
-    """Restarts without a new checkpoint after which `hotseat run` gives up a run that dies; 0: it is not restarted."""
+    """Restarts without a new checkpoint, of a model's processes or of the run, after which it is given up; 0: none."""
 
 
 class CheckpointConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from hotseat.loop.opening import ClusterContext
 from hotseat.loop.rl.arrivals import Arrivals
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.components import Components
+from hotseat.loop.rl.group_restarts import GroupRestarts
 from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.loop import RlRun
@@ -39,9 +40,12 @@ from hotseat.loop.rl.sync import Pusher, Routes, sender_host
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.settings.training_settings import weight_transports
 from hotseat.loop.state.run_dir import LOGS, ROLLOUTS, SPOOL
+from hotseat.loop.state.watchdog import record_hang
+from hotseat.loop.workers.folder_proof import witness
 from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
 from hotseat.placement import GIB, Plan, shares_devices
+from hotseat.planning.config_plan import is_anything_offloaded
 from hotseat.planning.simulator_memory import keep_gib
 from hotseat.registry.estimators import estimator_entry
 from hotseat.registry.roles import role_entry
@@ -115,6 +119,10 @@ def assemble(
             tickets = Tickets(pace_of(config, num_steps), keep, lambda count: state.order.next(count), record)
             draw = partial(_draw_rollout, journal.timeline, plan)
             stream = OverlappedStream(tickets, prompts, runner, samples, Spool(run_dir / SPOOL), draw)
+        checkpoints = RlCheckpoints(groups, scheduler, state, guard, ledger, stream, phase_settings)
+        group_restarts = _group_restarts(context, groups, recovery, checkpoints, run_dir, journal)
+        if recording is not None:
+            group_restarts.most = 0  # a replay makes no checkpoints
         yield RlRun(
             num_steps=num_steps if recording is None else min(num_steps, recording.num_steps),
             has_evaluation=bool(inputs.eval_prompts) and recording is None,
@@ -134,10 +142,12 @@ def assemble(
                 has_reference=groups.reference is not None,
                 has_agent=has_agent(config),
                 components=components,
+                num_group_restarts=lambda: group_restarts.num_restarts,
             ),
             micro_batches=MicroBatches(groups.models, phase_settings, meter),
             samples=samples,
-            checkpoints=RlCheckpoints(groups, scheduler, state, guard, ledger, stream, phase_settings),
+            checkpoints=checkpoints,
+            restarts=group_restarts,
         )
 
 
@@ -209,6 +219,34 @@ def _recovery(
         rejoins_in_lease=context.config.overlap.staleness == 0 or shares_devices(context.plan),
         restarts=restarts,
         num_given_up=partial(num_given_up, run_dir / LOGS),
+    )
+
+
+def _group_restarts(
+    context: ClusterContext,
+    groups: Groups,
+    recovery: Recovery,
+    checkpoints: RlCheckpoints,
+    run_dir: Path,
+    journal: Journal,
+) -> GroupRestarts:
+    restarted = [record.name for record in groups.records if record.replaced_as is None]
+    proof = groups.folder_proof
+
+    def drop_open_work() -> None:
+        groups.reconnect()
+        groups.hosts.forget_all()
+
+    return GroupRestarts(
+        {role: groups.by_role[role] for role in restarted},
+        recovery.scheduler,
+        context.config.run.max_restarts,
+        makes_way=groups.have_gpus and is_anything_offloaded(context.plan),
+        end_open_work=lambda: recovery.during(drop_open_work, is_push=True),
+        settle=checkpoints.settle,
+        proving=lambda: nullcontext() if proof is None else witness(Path(proof.folder), proof.name),
+        examine=partial(record_hang, context.cluster, journal, run_dir),
+        restarts=recovery.restarts,
     )
 
 

@@ -208,8 +208,10 @@ class CanaryGuard:
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue from the state in a checkpoint; a checkpoint without one changes nothing.
 
-        If engines had other parts in FP8 then, the run starts a new baseline, on other answers.
+        If engines had other parts in FP8 then, the run starts a new baseline, on other answers. The next push is judged
+        as a first one.
         """
+        self.is_started, self._state, self._num_sets, self._unscored = False, None, 0, None
         if state is not None:
             resumed = CanaryState.parse(state)
             self._num_sets = resumed.num_sets

@@ -15,6 +15,7 @@ from hotseat.cluster.runtime import Launch
 from hotseat.errors import RunError
 from hotseat.loop.workers.engine_client import TakesRequests
 from hotseat.loop.workers.engine_worker import EngineWorker
+from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.group_facts import Fetched, GivenUp, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.model_workers import ActorWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.records import SampleRecord
@@ -204,6 +205,11 @@ class RolloutHosts:
         for key in keys:
             self._host_of.pop(key, None)
 
+    def forget_all(self) -> None:
+        """Drop all groups that hosts hold. What they do was ended before, by `connect`."""
+        self.workers.call(RolloutHost.forget_all)
+        self._host_of.clear()
+
     # --- dealing ------------------------------------------------------------------------------------------------------
 
     def _dealt(self, items: Iterable[T], keys: Sequence[GroupKey]) -> dict[int, list[T]]:
@@ -259,6 +265,7 @@ class Groups:
     offloaded: Mapping[str, Sequence[Part]] = field(default_factory=dict)  # by role: parts off its devices now
     adapters_alone: bool = False  # engines get adapters apart from the weights below them
     records: tuple[RoleRecord, ...] = ()  # of these roles
+    folder_proof: FolderProof | None = None  # what ranks prove before they load a model that is saved
 
     @property
     def engines(self) -> WorkerGroup[EngineWorker]:

@@ -115,6 +115,7 @@ class _Launching:
             measures_its_device=self._launch.measures_its_device,
             records=tuple(self._records),
             offloaded=self._offloaded,
+            folder_proof=self._launch.folder_proof,
         )
         places, spool = host_places(self._launch.config, self._launch.plan), self._launch.host.spool
         if spool is not None and len({process.node for process in places}) > 1:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from hotseat.errors import RunError
+from hotseat.loop.rl.group_restarts import GroupRestarts
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phases import PreparePhase, SyncPhase, UpdatePhase
 from hotseat.loop.rl.rl_checkpoints import RlCheckpoints
@@ -43,6 +45,7 @@ class RlRun:
     micro_batches: MicroBatches
     samples: SampleLog
     checkpoints: RlCheckpoints
+    restarts: GroupRestarts
 
     def is_evaluated(self, step: int) -> bool:
         """Tell whether the policy is evaluated after this step."""
@@ -51,8 +54,22 @@ class RlRun:
 
 
 def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint | None) -> dict[str, float]:
-    """Train to the last step, from the beginning or from a checkpoint, and return the last evaluation."""
-    first_step, evaluation = begin(run, journal) if checkpoint is None else resume(run, journal, checkpoint)
+    """Train to the last step, from the beginning or from a checkpoint, and return the last evaluation.
+
+    When a model's process is lost, its group is restarted, and the run resumes from its newest checkpoint.
+    """
+    while True:
+        try:
+            first_step, evaluation = begin(run, journal) if checkpoint is None else resume(run, journal, checkpoint)
+            return make_steps(run, journal, saver, first_step, evaluation)
+        except RunError as error:
+            checkpoint = run.restarts.recover(error, saver, journal)
+
+
+def make_steps(
+    run: RlRun, journal: Journal, saver: Saver, first_step: int, evaluation: dict[str, float]
+) -> dict[str, float]:
+    """Make all steps from the first one on; return the last evaluation, which is the given one if there is none."""
     with sparing_collector():
         for step in range(first_step, run.num_steps + 1):
             run.meter.begin_step()

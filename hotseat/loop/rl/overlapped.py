@@ -114,6 +114,7 @@ class OverlappedStream(Stream):
 
     def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
         """Continue from a checkpoint: groups that waited wait again, those that were in flight begin again."""
+        self._num_unscored = self._num_sent_again = 0
         self.spool.restore(folder / SPOOL)
         self.tickets.restore(state, step, self._spooled)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hotseat.cluster import WorkerGroup, reports_death
+from hotseat.deaths import who_died
 from hotseat.errors import ClusterError, RunError, WorkerError
 from hotseat.loop.devices.scheduler import DeviceScheduler
 
@@ -93,7 +94,9 @@ class Recovery:
 
     def _find_dead(self, error: RunError) -> list[tuple[Replaceable, list[int]]]:
         """Return the roles with dead processes, and their ranks. A death may be reported before the process is gone."""
-        until = time.monotonic() + (DYING_S if reports_death(error) else 0.0)
+        death, _ = who_died(error)
+        is_ours = reports_death(error) and (death is None or death in {role.group.name for role in self.roles})
+        until = time.monotonic() + (DYING_S if is_ours else 0.0)
         while True:
             dead = [(role, ranks) for role in self.roles if (ranks := _dead(role.group))]
             if dead or time.monotonic() >= until:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotseat.cluster import WorkerGroup
+from hotseat.cluster import WorkerGroup, reports_death
+from hotseat.errors import RunError
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.opening import Exported
 from hotseat.loop.rl.canary import CanaryGuard
@@ -71,6 +73,13 @@ class RlCheckpoints:
             },
         )
 
+    def settle(self, roles: Sequence[str]) -> None:
+        """Wait until no rank of these roles writes a part of a checkpoint, which will never be complete."""
+        for role, group in self._trained.items():
+            until_s = time.monotonic() + group.timeout_s
+            while role in roles and time.monotonic() < until_s and not _is_idle(group):
+                time.sleep(0.05)
+
     def restore(self, checkpoint: Checkpoint) -> None:
         """Return to where a checkpoint was made."""
         self.state.restore(checkpoint.state, self.phase_settings.config)
@@ -86,3 +95,13 @@ class RlCheckpoints:
         role = "critic" if what == "critic" else "actor"
         with self.scheduler.lease("update", role):
             self.groups.models[role].call(ModelWorker.export, for_ranks(Path(path)), what == "moving average")
+
+
+def _is_idle(group: WorkerGroup[ModelWorker]) -> bool:
+    """Tell whether no rank is writing. One that could not write its part, since the folder is gone, is not."""
+    try:
+        return all(group.call(ModelWorker.is_written))
+    except RunError as error:
+        if reports_death(error):
+            raise
+        return False  # a rank says so once

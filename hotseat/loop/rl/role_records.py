@@ -92,7 +92,8 @@ class RoleRecord:
     parts that the plan ever offloads leave the device as soon as the role has started.
 
     replaced_as: what messages call a process, where one that died is replaced: it held nothing that others lack. None:
-    the run ends. connect: to be called with the ranks of new processes before they work.
+    all processes of the role are restarted, and the run goes back to its checkpoint (`group_restarts.py`). connect: to
+    be called with the ranks of new processes before they work.
     """
 
     name: str

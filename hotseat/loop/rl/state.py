@@ -33,13 +33,13 @@ class RlState:
 
     @classmethod
     def initial(cls, config: Config, prompts: Sequence[Prompt]) -> RlState:
-        kl, sampler = config.algorithm.kl, config.data.sampler
+        sampler = config.data.sampler
         facts = len(prompts), config.seed, digest_of(prompts)
         return cls(
             PromptOrder(*facts, is_shuffled=config.data.shuffle)
             if sampler is None
             else SampledOrder(own_function(sampler), *facts),
-            FixedKl(kl.coef) if kl.target is None else AdaptiveKl(kl.coef, kl.target, kl.horizon),
+            _initial_kl(config),
         )
 
     def save(self) -> dict[str, Any]:
@@ -48,10 +48,15 @@ class RlState:
 
     def restore(self, saved: Mapping[str, Any], config: Config) -> None:
         """Continue from what `save` returned. A KL coefficient that was changed in the config since starts anew."""
-        self.order = self.order.at(saved["order"])
+        self.order, self.kl = self.order.at(saved["order"]), _initial_kl(config)
         if loads_saved(str(saved["config"])).algorithm.kl.coef == config.algorithm.kl.coef:
             self.kl = replace(self.kl, coefficient=float(saved["kl_coefficient"]))
         self.version = int(saved["version"]) - 1  # the first push sends that version again
+
+
+def _initial_kl(config: Config) -> AdaptiveKl | FixedKl:
+    kl = config.algorithm.kl
+    return FixedKl(kl.coef) if kl.target is None else AdaptiveKl(kl.coef, kl.target, kl.horizon)
 
 
 class PhaseSettings(TokenBudgets):

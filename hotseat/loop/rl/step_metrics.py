@@ -38,6 +38,7 @@ class StepMetrics:
     has_reference: bool
     has_agent: bool
     components: Components | None = None
+    num_group_restarts: Callable[[], int] = lambda: 0
 
     def of_step(self, batch: Collected, updates: Updates, pushed: PushReport) -> dict[str, float]:
         measured = self.meter.metrics()
@@ -48,6 +49,7 @@ class StepMetrics:
         metrics |= {
             "engine_restarts": float(self.recovery.restarts[ENGINE]),
             "host_restarts": float(self.recovery.restarts[HOST]),
+            "group_restarts": float(self.num_group_restarts()),
             "step_s": measured.pop("step_s"),
             "time/driver_cpu": measured.pop("time/driver_cpu"),
         }

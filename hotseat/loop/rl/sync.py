@@ -79,7 +79,7 @@ class Pusher:
                 )
             if ranks is None and groups.inference is not None and routes.to_inference is not None:
                 transport = routes.to_inference
-                receivers = transport.broadcast_group(0, routes.sender_host, timeout_s)
+                receivers = transport.broadcast_group(self.restarts["inference"], routes.sender_host, timeout_s)
                 to_inference = push_weights(
                     groups.actor, groups.inference, version, canary, transport, receivers, "inference rank"
                 )

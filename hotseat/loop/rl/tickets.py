@@ -159,8 +159,10 @@ class Tickets:
         self._record.restored(step, state)
         pace = self.pacer.pace
         num_trained = step * pace.groups_per_step
+        self._tickets, self._facts, self._arrivals = {}, {}, []
+        self._unbegun, self._begun = set(), set()
         if state is None:
-            self.pacer = replace(self.pacer, version=step, num_trained=num_trained)
+            self.pacer = replace(Pacer(pace), version=step, num_trained=num_trained)
             return
         self.pacer = replace(Pacer.restored(pace, state["pacer"]), num_trained=num_trained)
         if not self.pacer.can_keep_bound():

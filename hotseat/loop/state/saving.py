@@ -489,7 +489,7 @@ class Saver:
         when_current: AbstractContextManager[None] | None = None,
     ) -> Path:
         path = self._store.commit(step, state, num_ranks, when_current)
-        tell(saved=step)
+        tell(saved=step, in_vain=0)
         if self._uploads is not None:
             self._uploads.wake()
         return path
@@ -512,6 +512,26 @@ class Saver:
             self._background_save = None
             raise
         self._background_save = None
+
+    def go_back(self) -> Checkpoint | None:
+        """Return the newest checkpoint, from which the run continues in this process; None if it has none.
+
+        One that is being written is completed if possible.
+        """
+        self._give_up_saving()
+        self._store.clean()
+        checkpoint = self._store.newest()
+        if checkpoint is None or not (checkpoint.path / BACKEND).is_dir():
+            return None
+        self._last_made, self._stood_still_s = checkpoint.step, None
+        return checkpoint
+
+    def _give_up_saving(self) -> None:
+        background_save, self._background_save = self._background_save, None
+        if background_save is not None:
+            with suppress(BaseException):  # the error of the run counts, not that of its last save
+                background_save.wait(min(self._timeout_s, _LAST_WAIT_S))
+            background_save.give_up()
 
     @contextmanager
     def exporting(self) -> Iterator[None]:
@@ -541,11 +561,7 @@ class Saver:
                 self._background_save.give_up()  # the next run removes its remains
             raise
         except BaseException:
-            background_save, self._background_save = self._background_save, None
-            if background_save is not None:
-                with suppress(BaseException):  # the error of the run counts, not that of its last save
-                    background_save.wait(min(self._timeout_s, _LAST_WAIT_S))
-                background_save.give_up()
+            self._give_up_saving()
             raise
         finally:
             if self.phase == "training":

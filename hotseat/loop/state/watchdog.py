@@ -45,15 +45,23 @@ def watch_processes(
     try:
         yield
     except RunError as error:
-        if not cluster.is_in_process and is_hang(error):
-            diagnosis = examine(cluster.groups.values(), error)
-            _keep(run_dir, diagnosis)
-            journal.say(diagnosis.summary(), kind="fault")
+        diagnosis = record_hang(cluster, journal, run_dir, error)
+        if diagnosis is not None:
             raise DeadlineError(f"culprit: {diagnosis.culprit}; {error}\n(stacks: {run_dir / HANGS})") from error
         raise
     finally:
         if watch is not None:
             watch.close()
+
+
+def record_hang(cluster: Cluster, journal: Journal, run_dir: Path, error: RunError) -> Diagnosis | None:
+    """Record who waits for whom if an error is a wait that ran out; otherwise return None."""
+    if cluster.is_in_process or not is_hang(error):
+        return None
+    diagnosis = examine(cluster.groups.values(), error)
+    _keep(run_dir, diagnosis)
+    journal.say(diagnosis.summary(), kind="fault")
+    return diagnosis
 
 
 def doing_in(cluster: Cluster) -> list[str]:

@@ -371,6 +371,12 @@ class RolloutHost(DeviceWorker):
         if self._spool is not None:
             self._spool.forget(keys)
 
+    def forget_all(self) -> None:
+        """Drop every group, finished or not: the run goes back. The driver restores the spool."""
+        with self._changed:
+            self._groups, self._finished, self._to_be_scored, self._given_up = {}, [], [], []
+            self._waiting.groups = []
+
     def sample_records(self, samples: Sequence[SampleKey]) -> list[SampleRecord]:
         """Return records of some samples that this host holds, for people to read."""
         records = []

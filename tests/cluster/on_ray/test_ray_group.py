@@ -273,6 +273,21 @@ def test_a_rank_can_be_restarted_in_the_middle_of_a_call(single):
     assert single.call(Plain.add, 1) == [2]
 
 
+def test_all_ranks_are_restarted_together_and_meet_at_a_new_address(ray_cluster):
+    group = ray_cluster.launch("whole", Plain, args=(1,), processes=2)
+    before = [each["MASTER_PORT"] for each in group.call(Plain.environment, "MASTER_PORT")], group.pids()
+    assert before[0][0] == before[0][1]
+    pending = group.on(1).start(Plain.sleep, 300)
+    group.restart_all()
+    with pytest.raises(WorkerError, match="whole rank 1: 'sleep' was under way when the rank was restarted"):
+        pending.result(60)
+    after = [each["MASTER_PORT"] for each in group.call(Plain.environment, "MASTER_PORT")], group.pids()
+    assert after[0][0] == after[0][1] != before[0][0]
+    assert not set(before[1]) & set(after[1])
+    assert group.states() == ["running", "running"]
+    group.close()
+
+
 def test_a_constructor_that_fails_on_one_rank_ends_the_group(ray_cluster):
     with pytest.raises(WorkerError, match="broken rank 1: '__init__' raised RuntimeError: cannot be made"):
         ray_cluster.launch("broken", Plain, args=(-1,), processes=2)

@@ -1044,6 +1044,7 @@ class FakePhases:
             micro_batches=SimpleNamespace(keep_lowered=lambda keep: self.note("keep_lowered")),
             samples=SimpleNamespace(record=lambda step, batch, metrics: self.note(f"record {batch} {step}")),
             checkpoints=SimpleNamespace(source=dict, restore=lambda found: self.note(f"restore {found.step}")),
+            restarts=self,
         )
         self.batch = "batch"
         self.journal = SimpleNamespace(phase=lambda name: self.note(f"phase {name}"), step=self.journal_step)
