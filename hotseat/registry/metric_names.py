@@ -101,6 +101,7 @@ _BY_HEADING = {
         "canary_alarms": "alarms that new answers did not confirm",
         "engine_restarts": "engines that died or hung and were replaced",
         "host_restarts": "rollout hosts that died or hung and were replaced",
+        "group_restarts": "restarts of all ranks of a model, since one died or hung",
         "sync/gb": "size of the last push, in GB of 1e9 bytes",
         "sync/transfer_ms": "milliseconds until every engine had loaded it",
         "sync/gb_per_s": "their quotient",

@@ -8,6 +8,7 @@ from fault_cases import differences
 from loop_cases import make_task, ppo_yaml, rl_yaml
 
 from hotseat import faults
+from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import RunError
 from hotseat.faults import Fault
@@ -47,7 +48,7 @@ def events(run: Path, kind: str = "restart") -> list[str]:
     return [line["text"] for line in read_lines(run / "events.jsonl") if line["kind"] == kind]
 
 
-def test_an_actor_that_dies_in_an_update_and_in_a_save_is_restarted_and_no_bit_changes(task, monkeypatch):
+def test_an_actor_that_dies_in_an_update_and_in_a_save_is_restarted_and_no_bit_changes(task, monkeypatch, capsys):
     """Scenario 8, in one process: twice in a run, and every line of its records is there once."""
 
     def text(name: str) -> str:
@@ -69,6 +70,8 @@ def test_an_actor_that_dies_in_an_update_and_in_a_save_is_restarted_and_no_bit_c
     assert [line["group_restarts"] for line in lines[1:]] == [0, 0, 2, 2]
     for name in ("reward", "loss", "grad_norm", "version", "eval/reward"):
         assert [line.get(name) for line in lines] == [line.get(name) for line in read_lines(calm / "metrics.jsonl")]
+    assert main(["status", str(run)]) == 0
+    assert "2 restarts" in capsys.readouterr().out
     taken = [json.loads(line) for line in (run / "arrivals.jsonl").read_text().splitlines()]
     assert [line["step"] for line in taken if line["event"] == "restored"] == [2, 2]
 

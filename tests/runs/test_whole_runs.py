@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from fault_cases import TWO_RANKS, Faulty, make_faulty_task
-from loop_cases import REWARD, rl_yaml, sft_yaml
+from fault_cases import TWO_RANKS, Faulty, differences, make_faulty_task
+from loop_cases import REWARD, make_task, rl_yaml, sft_yaml
 from model_shells import NO_WEIGHTS
 
 from hotseat.cli.main import main
@@ -57,6 +57,21 @@ def test_a_disk_that_fills_up_under_the_trainers_hands_is_named(task, runtime):
     assert done.returncode == 1
     assert f"hotseat: no room for the checkpoint of step 1 in {task}/disk: the disk was full after" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.ray
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_MOUNTS, reason="needs `unshare -rm`")
+def test_without_shared_memory_a_run_uses_the_disk(tmp_path):
+    """Scenario 18: weights of 2.5 MB, and 100 kB in /dev/shm: nothing ends by SIGBUS, and no bit changes."""
+    task = make_task(tmp_path, hidden_size=256, intermediate_size=512)
+    start(loads(rl_yaml(task, name="undisturbed")))
+    (task / "run.yaml").write_text(rl_yaml(task, cluster="{component_placement: {actor: 0, rollout: 1}}"))
+    fill = "mount -t tmpfs -o size=1m none /dev/shm; head -c 900k /dev/zero > /dev/shm/full"
+    script = f"{fill}; exec {sys.executable} -m hotseat run {task}/run.yaml"
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=860)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert differences(task / "runs" / "undisturbed", task / "runs" / "run") == []
 
 
 @pytest.mark.ray
