@@ -143,8 +143,9 @@ ROWS_OF = {
         ("reward_form", "scores"),
     ),
     "rlinf": (
+        ("@shim",),
         ("__init__",),
-        ("actor", "config_command", "config_table"),
+        ("actor", "config_command", "config_table", "embodied"),
         ("rlinf_worker",),
         ("channel",),
         ("worker_group",),

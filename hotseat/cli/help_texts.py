@@ -223,6 +223,13 @@ example:
 After `export PYTHONPATH=$(hotseat verl-path)${PYTHONPATH:+:$PYTHONPATH}` the command
 `python -m verl.trainer.main_ppo` runs on Hotseat, so that scripts which name it need no change. Where verl itself can
 be imported, the command is refused.""",
+    "rlinf-path": """\
+example:
+  hotseat rlinf-path                            the directory, for PYTHONPATH
+
+After `export PYTHONPATH=$(hotseat rlinf-path)${PYTHONPATH:+:$PYTHONPATH}` RLinf's script `train_embodied_agent.py` runs
+on Hotseat as it is; it needs `pip install 'hotseat[rlinf]'`. Where RLinf itself can be imported, imports are
+refused.""",
     "profile": """\
 examples:
   hotseat profile run.yaml                                writes profile.json

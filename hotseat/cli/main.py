@@ -28,7 +28,7 @@ _EVAL = "measure a model: accuracy, pass@k and lengths, and a page of its answer
 _PLAY = "play one episode of an agent, with a live transcript and without training"
 _MERGE = "add a LoRA adapter to its base model, and write a plain model"
 # These only print, so `| head` ends them like any such command. A run must not die of a closed pipe.
-_PRINTING = ("plan", "explain", "config", "options", "completion", "openrlhf-path", "verl-path")
+_PRINTING = ("plan", "explain", "config", "options", "completion", "openrlhf-path", "verl-path", "rlinf-path")
 
 
 def entry() -> None:
@@ -97,6 +97,8 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     _command(commands, "openrlhf-path", _openrlhf_path, text)
     text = "print the directory that runs `python -m verl.trainer.main_ppo` on Hotseat"
     _command(commands, "verl-path", _verl_path, text)
+    text = "print the directory that runs RLinf's script for embodied tasks on Hotseat"
+    _command(commands, "rlinf-path", _rlinf_path, text)
 
     rlinf = _command(
         commands,
@@ -447,6 +449,13 @@ def _openrlhf_path(arguments: argparse.Namespace) -> int:
 
 def _verl_path(arguments: argparse.Namespace) -> int:
     from hotseat.verl.shim import DIRECTORY
+
+    print(DIRECTORY)
+    return OK
+
+
+def _rlinf_path(arguments: argparse.Namespace) -> int:
+    from hotseat.rlinf.shim import DIRECTORY
 
     print(DIRECTORY)
     return OK

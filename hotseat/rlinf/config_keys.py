@@ -6,6 +6,7 @@ is listed as well, so nothing is dropped in silence.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -73,10 +74,17 @@ _RATIO_STEPS = {"token_level": "token", **_TIME_STEPS}
 _ENGINES = {"huggingface": "transformers", "vllm": "vllm", "sglang": "vllm"}
 _DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "32": "fp32", 32: "fp32"}
 _BACKENDS = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "fsdp"}
+_SIMULATORS = ("gym", "babyai", "mujoco_warp")
 _KL = {"low_var_kl": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3"}
 _ENTROPY = "entropy is a mean over tokens; for that of longer units multiply algorithm.entropy_bonus by their tokens"
 _MEGATRON = "Megatron is not a backend here"
 _LAYERS = "the layers follow the model's own config.json"
+
+
+def _simulator(kind: Any) -> Any:
+    """Return a simulator that is here, by RLinf's `env_type`: one of ours, or a Python file; None for any other."""
+    return kind if kind in _SIMULATORS or str(kind).endswith(".py") else None
+
 
 TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("cluster.num_nodes", "cluster.num_nodes"),
@@ -86,6 +94,8 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("cluster.auto_scheduler", because="devices are not moved between roles while a run lasts"),
     RlinfKey("runner.experiment_name", "name"),
     RlinfKey("runner.output_dir", "run_dir"),
+    RlinfKey("runner.logger.log_path", "run_dir"),
+    RlinfKey("runner.logger.experiment_name", "name"),
     RlinfKey("runner.max_epochs", "train.num_episodes"),
     RlinfKey("runner.save_interval", "checkpoint.every", _positive_or_none),
     RlinfKey("runner.val_check_interval", "eval.every", _positive_or_none),
@@ -190,6 +200,13 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("env.train.enable_offload", "env.enable_offload"),
     RlinfKey("env.train.total_num_envs", "env.num_envs"),
     RlinfKey("env.train.max_episode_steps", "env.max_steps"),
+    RlinfKey("env.train.env_type", "env.path", _simulator),
+    RlinfKey("env.train.init_params.id", "env.tasks", lambda value: [value]),
+    RlinfKey("env.train.video_cfg", because="env.films makes films of recorded samples"),
+    RlinfKey("env.eval.video_cfg", because="env.films makes films of recorded samples"),
+    RlinfKey("env.train.auto_reset", because="a simulator is reset by whoever plays the next episode in it"),
+    RlinfKey("env.train.seed", because="actor.seed is the seed of everything random"),
+    RlinfKey("env.train.group_size", because="algorithm.group_size says it"),
     RlinfKey("env.train.max_steps_per_rollout_epoch", because="episodes are played to their end"),
     RlinfKey("env", because="an environment is a file here, with keyword arguments; see env.path"),
     RlinfKey("critic.use_critic_model", because="the estimator gae has a critic; see critic.model"),
@@ -243,17 +260,18 @@ def translate(values: Mapping[str, Any]) -> ConfigTranslation:
     no_effect += _penalty(values, ours)
     no_effect += _share_simulators(values, ours)
     no_effect += _in_episodes(values, ours)
-    return ConfigTranslation(nested(ours), no_effect)
+    taken = _steps_of_simulators(values, ours) | _numeric(values, ours)
+    return ConfigTranslation(nested(ours), [each for each in no_effect if each[0] not in taken])
 
 
 def their_key(values: Mapping[str, Any], ours: str) -> str:
     """Return the key of RLinf's config that one of ours comes from; ours, if it comes from several."""
-    return next((key.theirs for key in TABLE if key.ours == ours and _at(values, key.theirs) is not None), ours)
+    return next((key.theirs for key in TABLE if key.ours == ours and at(values, key.theirs) is not None), ours)
 
 
 def _together(values: Mapping[str, Any], ours: dict[str, Any]) -> None:
     """Set the keys that follow from several of RLinf's."""
-    both = _at(values, "algorithm.ratio_clip_eps")
+    both = at(values, "algorithm.ratio_clip_eps")
     if both is not None:
         ours.setdefault("algorithm.clip_low", both)
         ours.setdefault("algorithm.clip_high", both)
@@ -263,12 +281,12 @@ def _together(values: Mapping[str, Any], ours: dict[str, Any]) -> None:
         raise ConfigError([Problem("algorithm.logprob_type", f"{problem} advantage: set reward_type to chunk_level")])
     if ratio_step is not None and time_step in (None, ratio_step):
         ours["algorithm.time_step"] = ours.pop("algorithm.ratio_step")  # of both, unless they differ
-    optim = _at(values, "actor.optim") or {}
+    optim = at(values, "actor.optim") or {}
     if "adam_beta1" in optim or "adam_beta2" in optim:
         ours["actor.optimizer.betas"] = [optim.get("adam_beta1", 0.9), optim.get("adam_beta2", 0.95)]
-    if _at(values, "actor.model.is_lora") and _at(values, "actor.model.lora_rank"):
-        ours["train.lora.rank"] = ours["train.lora.alpha"] = _at(values, "actor.model.lora_rank")
-    minibatches = _at(values, "algorithm.n_minibatches")
+    if at(values, "actor.model.is_lora") and at(values, "actor.model.lora_rank"):
+        ours["train.lora.rank"] = ours["train.lora.alpha"] = at(values, "actor.model.lora_rank")
+    minibatches = at(values, "algorithm.n_minibatches")
     if minibatches and "rollout.batch_size" in ours and "train.batch_size" not in ours:
         num_samples = ours["rollout.batch_size"] * ours.get("rollout.samples_per_prompt", 1)
         ours["train.batch_size"] = max(1, num_samples // minibatches)
@@ -280,8 +298,8 @@ def _estimator(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[st
     RLinf discounts under gae alone. `normalize_advantages` normalises over the batch whatever the estimator made;
     reinpp has done so already, and raw, rewards as they are, is normalised only if the key says so.
     """
-    kind, unused = _at(values, "algorithm.adv_type"), []
-    has_baseline, normalises = _at(values, _BASELINE), _at(values, _NORMALISES)
+    kind, unused = at(values, "algorithm.adv_type"), []
+    has_baseline, normalises = at(values, _BASELINE), at(values, _NORMALISES)
     if has_baseline and kind == "reinpp":
         ours["algorithm.estimator"] = "reinforce_baseline"
     elif has_baseline:
@@ -301,8 +319,8 @@ def _estimator(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[st
 
 def _penalty(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
     """Set the KL: RLinf's kl_beta weighs it in the loss, reinpp_kl_beta in the reward of reinpp."""
-    in_loss, in_reward = _at(values, "algorithm.kl_beta") or 0, _at(values, _KL_IN_REWARD) or 0
-    if in_reward and _at(values, "algorithm.adv_type") != "reinpp":
+    in_loss, in_reward = at(values, "algorithm.kl_beta") or 0, at(values, _KL_IN_REWARD) or 0
+    if in_reward and at(values, "algorithm.adv_type") != "reinpp":
         return [(_KL_IN_REWARD, "algorithm.adv_type is not reinpp, which alone has a KL in the reward")]
     if in_loss and in_reward:
         problem = f"{in_reward}, and algorithm.kl_beta is {in_loss}: here the KL is in the reward or in the loss"
@@ -316,7 +334,7 @@ def _penalty(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[str,
 
 def _share_simulators(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
     """Divide RLinf's number of all simulators by the processes of env; return the key if they cannot be counted."""
-    total = _at(values, _ALL_SIMULATORS)
+    total = at(values, _ALL_SIMULATORS)
     if total is None:
         return []
     count = _num_env_processes(values)
@@ -332,16 +350,16 @@ def _share_simulators(values: Mapping[str, Any], ours: dict[str, Any]) -> list[t
 
 def _in_episodes(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
     """Count the batches of a run in simulators in episodes; return the keys that count something else."""
-    total, group = _at(values, _ALL_SIMULATORS), ours.get("rollout.samples_per_prompt", 1)
-    is_embodied = _at(values, "runner.task_type") == "embodied"
+    total, group = at(values, _ALL_SIMULATORS), ours.get("rollout.samples_per_prompt", 1)
+    is_embodied = at(values, "runner.task_type") == "embodied"
     unused = []
-    epochs = next((key for key in _EPOCHS if _at(values, key) is not None), None)
+    epochs = next((key for key in _EPOCHS if at(values, key) is not None), None)
     if epochs is not None and not (is_embodied and total is not None):
         unused.append((epochs, f"it multiplies {_ALL_SIMULATORS} where runner.task_type is embodied"))
     if not is_embodied:
         return unused
     if total is not None:
-        num_episodes = total * (1 if epochs is None else _at(values, epochs))
+        num_episodes = total * (1 if epochs is None else at(values, epochs))
         if num_episodes % group:
             problem = f"{num_episodes} episodes of a step (with {_EPOCHS[0]}) are no multiple of {group}"
             raise ConfigError([Problem(_ALL_SIMULATORS, f"{problem}, algorithm.group_size: choose one that is")])
@@ -357,19 +375,58 @@ def _in_episodes(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[
     return unused + [
         (theirs, because)
         for theirs, (key, because) in others.items()
-        if _at(values, theirs) is not None and ours.pop(key, None) is not None
+        if at(values, theirs) is not None and ours.pop(key, None) is not None
     ]
+
+
+def _steps_of_simulators(values: Mapping[str, Any], ours: dict[str, Any]) -> set[str]:
+    """Set how many steps a run in simulators has; return the keys that said so."""
+    if "env.path" not in ours:
+        ours.pop("env.tasks", None)
+        return set()
+    ours["env.reward"] = "simulator"
+    num_steps, max_steps = at(values, "runner.max_epochs"), at(values, "runner.max_steps")
+    if max_steps is not None and max_steps > 0:
+        num_steps = max_steps if num_steps is None else min(num_steps, max_steps)
+    if num_steps and "rollout.batch_size" in ours:
+        ours["env.num_seeds"], ours["train.num_episodes"] = ours["rollout.batch_size"] * num_steps, 1
+    of_evaluation = [at(values, f"env.eval.{name}") or 1 for name in ("total_num_envs", "rollout_epoch")]
+    ours["env.eval_seeds"] = math.prod(of_evaluation) if "eval.every" in ours else 0
+    return {"runner.max_epochs", "runner.max_steps", "env.eval.total_num_envs", "env.eval.rollout_epoch"}
+
+
+def _numeric(values: Mapping[str, Any], ours: dict[str, Any]) -> set[str]:
+    """Set what follows from a policy that acts in numbers; return the keys that said so.
+
+    RLinf's batches count chunks of actions: a step has the same number of updates here, of as many episodes.
+    """
+    if not ours.get("actor.model"):
+        ours.pop("actor.model", None)
+    model = at(values, "actor.model") or {}
+    if "env.path" not in ours or model.get("model_type") != "mlp_policy":
+        return set()
+    chunk = model.get("num_action_chunks", 1)
+    ours |= {"rollout.engine": "numeric", "env.chunk": chunk, "rollout.num_slots": ours.get("env.num_envs", 1)}
+    ours["data.max_length"] = model["obs_dim"] + model["action_dim"] * chunk + 1
+    num_samples = ours.get("rollout.batch_size", 1) * ours.get("rollout.samples_per_prompt", 1)
+    per_update, length = at(values, "actor.global_batch_size"), at(values, "env.train.max_episode_steps")
+    if per_update and length:
+        wanted = max(1, num_samples * (length // chunk) // per_update)
+        num_updates = max(count for count in range(1, min(wanted, num_samples) + 1) if num_samples % count == 0)
+        ours["train.batch_size"] = num_samples // num_updates
+    names = ("model_type", "obs_dim", "action_dim", "hidden_dim", "add_value_head")
+    return {"actor.global_batch_size", *(f"actor.model.{name}" for name in names)}
 
 
 def _num_env_processes(values: Mapping[str, Any]) -> int | None:
     """Count the processes of env in RLinf's placement, which is text such as 0-3,6 or 0-3:0-7, or `all`."""
-    placement = _at(values, "cluster.component_placement")
+    placement = at(values, "cluster.component_placement")
     for names, written in (placement if isinstance(placement, Mapping) else {}).items():
         if "env" not in [name.strip() for name in str(names).split(",")]:
             continue
         text = str(written.get("placement") if isinstance(written, Mapping) else written).strip()
         if text == "all" and not isinstance(written, Mapping):
-            num_nodes, num_devices = (_at(values, f"cluster.{name}") for name in ("num_nodes", "num_gpus_per_node"))
+            num_nodes, num_devices = (at(values, f"cluster.{name}") for name in ("num_nodes", "num_gpus_per_node"))
             return int(num_nodes) * int(num_devices) if num_nodes and num_devices else None
         # A rank or several; with a colon, the processes on them.
         ranges = [re.fullmatch(r"\s*(?:[\d-]+:)?(\d+)(?:-(\d+))?\s*", each) for each in text.split(",")]
@@ -379,7 +436,7 @@ def _num_env_processes(values: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _at(values: Mapping[str, Any], path: str) -> Any:
+def at(values: Mapping[str, Any], path: str) -> Any:
     section: Any = values
     for part in path.split("."):
         section = section.get(part) if isinstance(section, Mapping) else None

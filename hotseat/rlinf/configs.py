@@ -10,7 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from hotseat.config.schema.cluster_options import ClusterConfig
-from hotseat.errors import ConfigError, Problem
+from hotseat.errors import ConfigError, PlacementError, Problem
+from hotseat.placement.locate import RoleRequest
+from hotseat.placement.selection import parse_selection
 from hotseat.rlinf.config_keys import TABLE
 
 _LOG = logging.getLogger("hotseat.rlinf")
@@ -31,6 +33,17 @@ def section(cfg: Any, name: str) -> Mapping[str, Any]:
     whole = plain(cfg)
     part = whole.get(name) if isinstance(whole, Mapping) else None
     return {} if part is None else part
+
+
+def placed_components(placement: Mapping[str, Any]) -> list[RoleRequest]:
+    """Return the components of a `component_placement`, whose keys name one or several."""
+    requests: dict[str, RoleRequest] = {}
+    for names, written in placement.items():
+        for name in (each.strip() for each in str(names).split(",")):
+            if name in requests:
+                raise PlacementError(f"{name} is placed twice: keep one of the two entries")
+            requests[name] = RoleRequest(name, parse_selection(written, name))
+    return list(requests.values())
 
 
 def checked_cluster(cfg: Any) -> ClusterConfig:

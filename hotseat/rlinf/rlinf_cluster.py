@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hotseat import cluster as machinery
 from hotseat.cluster import Process
-from hotseat.errors import PlacementError, RunError
+from hotseat.errors import PlacementError, RunError, TooFewDevicesError
+from hotseat.machine import has_gpu
 from hotseat.placement import Inventory
+from hotseat.placement.locate import locate
 from hotseat.planning.config_plan import inventory_of, with_node_groups
-from hotseat.rlinf.configs import checked_cluster
+from hotseat.rlinf.configs import checked_cluster, placed_components, plain
 from hotseat.rlinf.failures import Failures
 from hotseat.rlinf.queues import QueueDirectory
 
 _TIMEOUT = "RLINF_TIMEOUT"  # minutes
 _DEFAULT_TIMEOUT_MIN = 180.0
+_MAX_LOGICAL_DEVICES = 64
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,19 @@ class WorkerPlace:
     node_world_size: int
     inventory: Inventory
     directory: QueueDirectory
+
+
+def _logical_devices(placement: Mapping[str, Any]) -> int | None:
+    """Return how many devices a placement by ranks names, where this machine has none; None: they are counted."""
+    if not placement or os.environ.get("RAY_ADDRESS") or has_gpu():
+        return None
+    for num_devices in range(1, _MAX_LOGICAL_DEVICES):
+        try:
+            locate(Inventory.parse(f"1x{num_devices}"), placed_components(placement))
+        except TooFewDevicesError:
+            continue
+        return num_devices
+    return None
 
 
 _current_place: WorkerPlace | None = None  # of the worker whose process this is
@@ -82,6 +98,8 @@ class Cluster:
             return
         section = checked_cluster({} if cluster_cfg is None else cluster_cfg)
         self._is_owner = on is None
+        if num_devices is None and on is None:
+            num_devices = _logical_devices((plain(cluster_cfg) or {}).get("component_placement") or {})
         self._cluster = on or machinery.Cluster(num_devices=num_devices, timeout_s=self.default_timeout_s())
         try:
             num_asked = num_nodes if num_nodes is not None else section.num_nodes
@@ -92,6 +110,11 @@ class Cluster:
             self._close_own()
             raise
         Cluster._current = self
+
+    @classmethod
+    def current(cls) -> Cluster | None:
+        """Return the cluster of this program, if it has one."""
+        return cls._current
 
     @staticmethod
     def default_timeout_s() -> float:

@@ -9,10 +9,9 @@ from typing import Any, Protocol
 from hotseat.cluster import Process
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.placement.inventory import DEFAULT_POOL, Inventory
-from hotseat.placement.locate import Located, RoleRequest, locate
+from hotseat.placement.locate import Located, locate
 from hotseat.placement.plan import label_of
-from hotseat.placement.selection import parse_selection
-from hotseat.rlinf.configs import section
+from hotseat.rlinf.configs import placed_components, section
 
 
 class HasInventory(Protocol):
@@ -129,13 +128,7 @@ class ComponentPlacement:
             raise PlacementError(
                 "the config has no cluster.component_placement: name each component and its devices, such as actor: 0-7"
             )
-        requests: dict[str, RoleRequest] = {}
-        for names, written in placement.items():
-            for name in (each.strip() for each in str(names).split(",")):
-                if name in requests:
-                    raise PlacementError(f"{name} is placed twice: keep one of the two entries")
-                requests[name] = RoleRequest(name, parse_selection(written, name))
-        self._located = locate(cluster.inventory, list(requests.values()))
+        self._located = locate(cluster.inventory, placed_components(placement))
 
     @property
     def components(self) -> list[str]:

@@ -81,7 +81,7 @@ def test_bash_completes_files_by_what_an_argument_is(complete):
 def test_bash_completes_keys_and_the_words_that_they_take(complete):
     assert complete("run", "my.yaml", "rollout.top") == ["rollout.top_p=", "rollout.top_k="]
     assert complete("run", "my.yaml", "--", "seed") == ["seed="]
-    assert complete("run", "my.yaml", "rollout.engine", "=") == ["transformers", "vllm"]
+    assert complete("run", "my.yaml", "rollout.engine", "=") == ["transformers", "vllm", "numeric"]
     assert complete("run", "my.yaml", "rollout.engine", "=", "v") == ["vllm"]
     assert complete("resume", "runs/rl-1", "log.wandb.enabled", "=", "t") == ["true"]
     assert complete("options", "log.wandb.o") == ["log.wandb.org"]
@@ -89,7 +89,7 @@ def test_bash_completes_keys_and_the_words_that_they_take(complete):
 
 def test_keys_have_the_words_that_the_tree_has():
     known = keys()
-    assert known["rollout.engine"] == ("transformers", "vllm")
+    assert known["rollout.engine"] == ("transformers", "vllm", "numeric")
     assert known["train.compile"] == ("true", "false")
     assert known["train.micro_batch_size"] == ("auto",)
     assert known["seed"] == ()

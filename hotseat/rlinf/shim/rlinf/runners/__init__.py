@@ -1,0 +1,1 @@
+"""RLinf's runners, as far as they are here."""

@@ -1,0 +1,3 @@
+"""RLinf's cluster, workers, channels and placement strategies."""
+
+from hotseat.rlinf import *  # noqa: F403

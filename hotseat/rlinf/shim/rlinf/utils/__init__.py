@@ -1,0 +1,1 @@
+"""RLinf's helpers, as far as they are here."""

@@ -1,0 +1,1 @@
+"""RLinf's workers, as far as they are here."""

@@ -1,0 +1,1 @@
+"""RLinf's workers of simulators."""

@@ -1,0 +1,3 @@
+"""RLinf's worker of simulators."""
+
+from hotseat.rlinf.embodied import EnvWorker as EnvWorker

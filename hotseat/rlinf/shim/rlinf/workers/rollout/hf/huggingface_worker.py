@@ -1,0 +1,3 @@
+"""RLinf's worker of rollouts."""
+
+from hotseat.rlinf.embodied import MultiStepRolloutWorker as MultiStepRolloutWorker
