@@ -197,7 +197,7 @@ SHARED: tuple[TrlField, ...] = (
         note="unset keeps all in TRL, and the newest here",
     ),
     _idle("enable_jit_checkpoint", False, "SIGTERM always ends a run with a checkpoint"),
-    _refused("push_to_hub", False, _NO_HUB),
+    _refused("push_to_hub", False, "give checkpoint.push_to_hub=USER/NAME as an override"),
     replace(_idle("hub_token", None, _NO_HUB), is_secret=True),
     _idle("hub_private_repo", None, _NO_HUB),
     _idle("hub_model_id", None, _NO_HUB),
