@@ -183,7 +183,11 @@ def test_the_critic_values_what_follows_an_episode_that_ran_out_of_time(task, ti
     seen = (5, 9, 3, 7)
     played = first.samples[0].episode.segments[0], first.samples[1].episode.segments[0]
     cut_off = Episode(
-        SampleKey(0, 0, 0), (*played, _value_segment(PolicyInput([*seen]))), "", is_truncated=True, has_bootstrap=True
+        SampleKey(0, 0, 0),
+        (*played, _value_segment(PolicyInput([*seen]), 1)),
+        "",
+        is_truncated=True,
+        has_bootstrap=True,
     )
     groups = (
         PromptGroup(first.prompt, (ScoredEpisode(cut_off, 0.25, 0.25),)),
