@@ -12,7 +12,7 @@ import pytest
 from pages import DOCUMENTS
 
 import hotseat
-from hotseat import ConfigError, Run, UserError, demo, rlinf
+from hotseat import ConfigError, Run, UserError, demo, numeric, rlinf
 from hotseat.api import checked_config
 from hotseat.config import load
 from hotseat.envs import families, simulator
@@ -61,6 +61,7 @@ def private_names(code: str) -> list[str]:
                 "hotseat.demo": demo,
                 "hotseat.envs.families": families,
                 "hotseat.envs.simulator": simulator,
+                "hotseat.numeric": numeric,
                 "hotseat.rlinf": rlinf,
             }
             public = PUBLIC if node.module == "hotseat" else getattr(modules.get(node.module), "__all__", [])

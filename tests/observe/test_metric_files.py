@@ -15,7 +15,7 @@ from hotseat.observe.noise import without_log_lines
 
 
 def test_each_step_is_one_line_on_disk_at_once(tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
+    path = tmp_path / "run" / "lines.jsonl"
     with JsonLines(path) as metrics:
         metrics.write({"step": 1, "reward": 0.5, "phase": "x"})
         assert json.loads(path.read_text()) == {"step": 1, "reward": 0.5, "phase": "x"}

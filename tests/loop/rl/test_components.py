@@ -259,8 +259,8 @@ class Halves:
         self.rewards = rewards
         self.num_calls = 0
 
-    def share(self, keys, steps):
-        return list(keys)
+    def shares(self, wanted):
+        return [list(each.keys) for each in wanted]
 
     def change_rewards(self, rewards):
         self.rewards |= rewards
