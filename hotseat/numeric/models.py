@@ -158,7 +158,7 @@ def steps_of(token_ids: Tensor, config: NumericConfig) -> tuple[Tensor, Tensor]:
 
 
 class NumericScorer(nn.Module):
-    """What trainers call: a numeric model over whole steps, and its outputs for the tokens that are scored.
+    """Model that trainers call: a numeric model over whole steps, and its outputs for the tokens that are scored.
 
     Tokens of a micro-batch are steps one after another, since every segment is a number of them.
     """
