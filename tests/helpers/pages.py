@@ -36,7 +36,7 @@ class Block:
 
     @property
     def mistake(self) -> str:
-        """What is wrong with the tag; empty if nothing is."""
+        """Return what is wrong with the tag; empty if nothing is."""
         unknown = [word for word in self.words if word not in _PLAIN and word.partition("=")[0] not in _NAMED]
         kinds = {word.partition("=")[0] for word in self.words} - {"long"}
         if unknown:
