@@ -58,6 +58,7 @@ def test_a_run_is_seen_while_it_waits_when_it_was_killed_and_when_it_is_finished
         assert served == {name: value for name, value in last.items() if name != "step"}
         assert values["hotseat_step", None] == 1
         assert wait_for((run_dir / "machine.jsonl").exists, LIMIT_S)
+        assert wait_for((run_dir / "checkpoints" / "step-000001").is_dir, LIMIT_S)
         driver.kill()
         driver.wait()
     code, facts = status_of(run_dir, capsys)
