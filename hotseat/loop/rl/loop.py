@@ -99,11 +99,13 @@ def make_steps(
 
 @contextmanager
 def sparing_collector() -> Iterator[None]:
-    """Exempt what is there by now from garbage collection.
+    """Exempt what is there by now from garbage collection, unless the process that trains has done so itself.
 
     Every full collection would go through all of it: libraries, and the records of thousands of processes.
     """
-    gc.collect()
+    if gc.get_freeze_count() > 0:
+        yield
+        return
     gc.freeze()
     try:
         yield
