@@ -81,7 +81,7 @@ _MEGATRON = "Megatron is not a backend here"
 _LAYERS = "the layers follow the model's own config.json"
 
 
-def _simulator(kind: Any) -> Any:
+def simulator_of(kind: Any) -> Any:
     """Return a simulator that is here, by RLinf's `env_type`: one of ours, or a Python file; None for any other."""
     return kind if kind in _SIMULATORS or str(kind).endswith(".py") else None
 
@@ -139,6 +139,13 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("algorithm.sampling_params.min_new_tokens", because="an answer has at least one token"),
     RlinfKey("algorithm.sampling_params.repetition_penalty", because="it would change the sampled distribution"),
     RlinfKey("algorithm.calculate_entropy", because="the entropy is computed where algorithm.entropy_bonus is set"),
+    RlinfKey(
+        "algorithm.reward_coef", because="env.train.reward_coef, which usually refers to it, is the factor of rewards"
+    ),
+    RlinfKey("algorithm.filter_rewards", because="all groups are learned from"),
+    RlinfKey("algorithm.rewards_lower_bound", because="algorithm.filter_rewards, which it is a bound of, is off"),
+    RlinfKey("algorithm.rewards_upper_bound", because="algorithm.filter_rewards, which it is a bound of, is off"),
+    RlinfKey("algorithm.bootstrap_type", "env.bootstrap_terminated", choices={"standard": False, "always": True}),
     RlinfKey("algorithm.loss_type", because="the loss follows from the estimator; see algorithm.policy_loss"),
     RlinfKey("algorithm.early_stop_imp_ratio", because="updates are clipped, not stopped"),
     RlinfKey("algorithm.use_valid_token_scale", because="algorithm.loss_agg_func says how tokens are weighted"),
@@ -200,8 +207,15 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("env.train.enable_offload", "env.enable_offload"),
     RlinfKey("env.train.total_num_envs", "env.num_envs"),
     RlinfKey("env.train.max_episode_steps", "env.max_steps"),
-    RlinfKey("env.train.env_type", "env.path", _simulator),
+    RlinfKey("env.train.env_type", "env.path", simulator_of),
     RlinfKey("env.train.init_params.id", "env.tasks", lambda value: [value]),
+    RlinfKey("env.train.reward_coef", "env.reward_scale"),
+    RlinfKey("env.train.use_rel_reward", "env.relative_rewards"),
+    RlinfKey("env.train.ignore_terminations", because="an episode ends where its simulator ends it"),
+    RlinfKey("env.train.use_step_penalty", because="steps cost nothing but what the simulator says"),
+    RlinfKey("env.eval.reward_coef", because="episodes of evaluations are rewarded as those of training are"),
+    RlinfKey("env.eval.use_rel_reward", because="episodes of evaluations are rewarded as those of training are"),
+    RlinfKey("env.eval.ignore_terminations", because="an episode is evaluated up to where its simulator ends it"),
     RlinfKey("env.train.video_cfg", because="env.films makes films of recorded samples"),
     RlinfKey("env.eval.video_cfg", because="env.films makes films of recorded samples"),
     RlinfKey("env.train.auto_reset", because="a simulator is reset by whoever plays the next episode in it"),
@@ -228,6 +242,19 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("defaults", because="a config is one file here"),
 )
 _BY_KEY = {key.theirs: key for key in TABLE}
+# Keys whose other values change what is learned: the value that is as here, and what to do about another.
+_ONLY_VALUES: Mapping[str, tuple[Any, str]] = {
+    "env.train.ignore_terminations": (
+        False,
+        "an episode ends here where its simulator ends it: set it to False, or have the simulator not terminate",
+    ),
+    "env.train.use_step_penalty": (False, "steps have no penalty here: set it to False, or reward in the simulator"),
+    "algorithm.filter_rewards": (
+        False,
+        "RLinf leaves groups out of a step, and here others take their place: set it to False, or convert the config"
+        " with hotseat rlinf-config and give algorithm.filtering.enabled, low and high, bounds of the mean score",
+    ),
+}
 _GROUP_NAMES = "workers are named after their roles; hotseat.rlinf has groups of any name"
 
 
@@ -238,6 +265,8 @@ def looks_like_rlinf(values: Mapping[str, Any]) -> bool:
 
 def translate(values: Mapping[str, Any]) -> ConfigTranslation:
     """Return a config of RLinf in our keys. Raises if a value has no counterpart but changes what is learned."""
+    if problems := unsupported_values(values):
+        raise ConfigError(problems)
     ours: dict[str, Any] = {}
     no_effect: list[tuple[str, str]] = []
     valid = set(valid_keys())
@@ -267,6 +296,15 @@ def translate(values: Mapping[str, Any]) -> ConfigTranslation:
 def their_key(values: Mapping[str, Any], ours: str) -> str:
     """Return the key of RLinf's config that one of ours comes from; ours, if it comes from several."""
     return next((key.theirs for key in TABLE if key.ours == ours and at(values, key.theirs) is not None), ours)
+
+
+def unsupported_values(values: Mapping[str, Any]) -> list[Problem]:
+    """Return the keys whose values would change what is learned, and have no counterpart here."""
+    return [
+        Problem(key, f"{at(values, key)!r}: {what}")
+        for key, (ours, what) in _ONLY_VALUES.items()
+        if at(values, key) not in (None, ours)
+    ]
 
 
 def _together(values: Mapping[str, Any], ours: dict[str, Any]) -> None:

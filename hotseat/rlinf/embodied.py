@@ -18,7 +18,14 @@ from hotseat.cluster import Process
 from hotseat.config import Config
 from hotseat.config.load import loads_in_effect
 from hotseat.errors import ConfigError, PlacementError, Problem, UnsupportedError
-from hotseat.rlinf.config_keys import ConfigTranslation, at, their_key, translate
+from hotseat.rlinf.config_keys import (
+    ConfigTranslation,
+    at,
+    simulator_of,
+    their_key,
+    translate,
+    unsupported_values,
+)
 from hotseat.rlinf.configs import plain
 from hotseat.rlinf.rlinf_cluster import Cluster
 from hotseat.rlinf.rlinf_placement import PlacementStrategy
@@ -120,25 +127,24 @@ def validate_cfg(cfg: Any) -> Any:
 
 
 def _translated(values: Mapping[str, Any]) -> ConfigTranslation:
-    """Return the config in our keys. Raises for a simulator or a model that is not here."""
-    translation = translate(values)
-    problems = []
-    if "path" not in translation.values.get("env", {}):
-        kind = at(values, "env.train.env_type")
+    """Return the config in our keys. Raises for a simulator, a model or a value that has no counterpart here."""
+    problems = unsupported_values(values)
+    kind = at(values, "env.train.env_type")
+    if kind is None or simulator_of(kind) is None:
         problems.append(
             Problem(
                 "env.train.env_type",
                 f"{kind} is no simulator here: gym, babyai, mujoco_warp, or a Python file (docs/simulators.md)",
             )
         )
-    if "model" not in translation.values.get("actor", {}) and not is_mlp(values):
+    if not is_mlp(values) and not any(at(values, key) for key in ("actor.model.model_path", "rollout.model_dir")):
         kind = at(values, "actor.model.model_type")
         problems.append(
             Problem("actor.model.model_path", f"is not set, and only an mlp_policy is made anew, not {kind}")
         )
     if problems:
         raise ConfigError(problems)
-    return translation
+    return translate(values)
 
 
 def is_mlp(values: Mapping[str, Any]) -> bool:

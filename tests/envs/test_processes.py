@@ -615,11 +615,10 @@ def test_a_film_shows_the_world_before_the_first_and_after_every_action():
         films.close()
 
 
-@pytest.mark.parametrize("rewarded", ["simulator", "success"])
-def test_rewards_of_an_episode_are_those_of_its_chunks_or_of_its_actions(rewarded):
+def played_by_chunk_and_action(max_steps=12, bootstraps=False, **env):
+    """Play an episode straight to its goal, with rewards of chunks of two actions, and with those of actions."""
     import asyncio
 
-    from hotseat.loop.workers.records import _rewards_of
     from hotseat.loop.workers.simulation import Player
     from hotseat.types import Completion, Prompt, SampleKey, Sampling
 
@@ -636,15 +635,24 @@ def test_rewards_of_an_episode_are_those_of_its_chunks_or_of_its_actions(rewarde
 
     found = []
     for has_action_rewards in (False, True):
-        settings = simulation(SimulatorSettings(WALK, ("right",), 12), chunk=2, step_timeout_s=60.0, reward=rewarded)
-        settings = replace(settings, has_turn_rewards=True, has_action_rewards=has_action_rewards)
+        settings = simulation(SimulatorSettings(WALK, ("right",), max_steps), chunk=2, step_timeout_s=60.0, **env)
+        settings = replace(
+            settings, has_turn_rewards=True, has_action_rewards=has_action_rewards, bootstraps=bootstraps
+        )
         player = Player(settings, Words(), 64)
         try:
             prompt = Prompt(0, "", (1,), label="0/7")
             found.append(asyncio.run(player.run(prompt, SampleKey(0, 0, 0), Sampling(8), sample)))
         finally:
             player.end()
-    by_chunk, by_action = found
+    return found
+
+
+@pytest.mark.parametrize("rewarded", ["simulator", "success"])
+def test_rewards_of_an_episode_are_those_of_its_chunks_or_of_its_actions(rewarded):
+    from hotseat.loop.workers.records import _rewards_of
+
+    by_chunk, by_action = played_by_chunk_and_action(reward=rewarded)
     # It arrives in a few steps: each costs 0.01, and the last earns 1 besides.
     num_actions = by_chunk.episode.num_sampled // 2
     assert num_actions > len(by_chunk.turn_rewards) > 1
@@ -654,3 +662,31 @@ def test_rewards_of_an_episode_are_those_of_its_chunks_or_of_its_actions(rewarde
     assert by_chunk.reward == by_action.reward == pytest.approx(sum(by_action.turn_rewards))
     # Records have those of chunks in any case.
     assert _rewards_of(by_action) == pytest.approx(_rewards_of(by_chunk))
+
+
+def test_relative_rewards_are_changes_since_the_action_before_across_chunks_too():
+    by_chunk, by_action = played_by_chunk_and_action(reward_scale=5.0, relative_rewards=True)
+    # Steps have -0.01, the last 0.99: times five and less the one before, of which the first has none.
+    num_actions = by_action.episode.num_sampled // 2
+    assert num_actions > 2
+    assert by_action.turn_rewards == pytest.approx([-0.05, *[0.0] * (num_actions - 2), 5.0])
+    assert sum(by_chunk.turn_rewards) == pytest.approx(4.95)
+    assert by_chunk.turn_rewards[1] == pytest.approx(sum(by_action.turn_rewards[2:4]))
+    assert by_chunk.reward == pytest.approx(4.95)
+
+
+def test_success_is_scaled_too():
+    by_chunk, by_action = played_by_chunk_and_action(reward="success", reward_scale=5.0)
+    assert by_chunk.reward == by_action.reward == by_action.turn_rewards[-1] == 5.0
+    assert by_action.score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "of_both", "has_bootstrap"), [(12, False, False), (12, True, True), (1, False, True)]
+)
+def test_the_critic_values_what_follows_the_time_limit_and_if_asked_what_follows_a_task(
+    max_steps, of_both, has_bootstrap
+):
+    episode = played_by_chunk_and_action(max_steps, bootstraps=True, bootstrap_terminated=of_both)[0].episode
+    assert episode.has_bootstrap is has_bootstrap
+    assert len(episode.segments) - len(episode.played_segments) == has_bootstrap

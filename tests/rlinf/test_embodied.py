@@ -120,6 +120,65 @@ def test_a_simulator_that_is_not_here_is_named(capsys):
         validate_cfg(cfg)
 
 
+def with_key(key, value):
+    cfg = config()
+    *sections, name = key.split(".")
+    section = cfg
+    for each in sections:
+        section = section.setdefault(each, {})
+    section[name] = value
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "ours"),
+    [
+        ("env.train.reward_coef", 5.0, {"reward_scale": 5.0}),
+        ("env.train.use_rel_reward", True, {"relative_rewards": True}),
+        ("env.train.use_rel_reward", False, {"relative_rewards": False}),
+        ("algorithm.bootstrap_type", "always", {"bootstrap_terminated": True}),
+        ("algorithm.bootstrap_type", "standard", {"bootstrap_terminated": False}),
+    ],
+)
+def test_keys_of_rewards_have_the_meaning_that_they_have_there(key, value, ours):
+    translation = translate(with_key(key, value))
+    assert ours.items() <= translation.values["env"].items()
+    assert key not in dict(translation.no_effect)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("env.train.ignore_terminations", True, "an episode ends here where its simulator ends it: set it to False"),
+        ("env.train.use_step_penalty", True, "steps have no penalty here"),
+        ("algorithm.filter_rewards", True, r"RLinf leaves groups out of a step, .* algorithm\.filtering\.enabled"),
+    ],
+)
+def test_values_that_would_change_what_is_learned_are_refused_by_name(key, value, says):
+    with pytest.raises(ConfigError, match=rf"{key}: True: {says}"):
+        translate(with_key(key, value))
+    off = dict(translate(with_key(key, False)).no_effect)
+    assert off[key]
+
+
+def test_bounds_of_groups_are_listed_where_no_group_is_left_out():
+    cfg = with_key("algorithm.rewards_lower_bound", 0.5)
+    assert "filter_rewards" in dict(translate(cfg).no_effect)["algorithm.rewards_lower_bound"]
+
+
+def test_terminations_are_ignored_in_evaluations_without_an_error():
+    off = dict(translate(with_key("env.eval.ignore_terminations", True)).no_effect)
+    assert off["env.eval.ignore_terminations"] == "an episode is evaluated up to where its simulator ends it"
+
+
+def test_all_that_is_missing_is_named_at_once():
+    cfg = with_key("algorithm.filter_rewards", True)
+    cfg["env"]["train"]["env_type"] = "libero"
+    with pytest.raises(ConfigError) as raised:
+        validate_cfg(cfg)
+    assert [problem.key for problem in raised.value.problems] == ["algorithm.filter_rewards", "env.train.env_type"]
+
+
 def test_a_model_that_cannot_be_made_is_named():
     cfg = config()
     cfg["actor"]["model"] |= {"model_type": "cnn_policy"}

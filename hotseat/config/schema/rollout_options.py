@@ -175,6 +175,12 @@ class EnvConfig(Section):
     """Actions of an episode at most; unset is the simulator's own limit."""
     reward: Literal["simulator", "success"] = "simulator"
     """The simulator's rewards, or 1 for an episode that succeeds and 0 for others."""
+    reward_scale: AboveZero = 1.0
+    """Factor of these rewards."""
+    relative_rewards: bool = False
+    """Reward an action with the change of the reward since the action before; the first has its own."""
+    bootstrap_terminated: bool = False
+    """Add the critic's value of the last observation where a task ended, too, not only where time ran out."""
     num_seeds: Positive = 1024
     """Seeds of each task to learn from; a task and a seed are a prompt."""
     eval_seeds: Annotated[NotNegative, MayChange.SIMULATORS] = 0

@@ -14,6 +14,8 @@ an episode are one segment: they take a hundredth of the objects.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -140,10 +142,28 @@ class SimulatorStage:
 
 
 @dataclass
+class RewardShaping:
+    """Rewards of an episode's actions as they are learned from: c·r, or c·r − c·r of the action before."""
+
+    scale: float
+    is_relative: bool
+    _before: float = 0.0
+
+    def shaped(self, rewards: Sequence[float]) -> list[float]:
+        """Return the rewards of the next actions of the episode."""
+        scaled = [self.scale * reward for reward in rewards]
+        if not self.is_relative:
+            return scaled
+        before, self._before = self._before, scaled[-1]
+        return [now - last for last, now in itertools.pairwise([before, *scaled])]
+
+
+@dataclass
 class _Played:
     """Chunks of an episode so far: a segment, its learned tokens and its reward each."""
 
     instruction: str
+    shaping: RewardShaping
     segments: list[Segment] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -159,8 +179,9 @@ class _Played:
             self.turns.append(TurnFacts(*completion.span_s))
         self.segments.append(_segment(context, completion, taken * dim))
         self.lengths.append(taken * dim)
-        self.rewards.append(float(outcome.rewards[row].sum()))
-        self.action_rewards += outcome.rewards[row, :taken].tolist()
+        of_actions = self.shaping.shaped(outcome.rewards[row, :taken].tolist())
+        self.rewards.append(math.fsum(of_actions))
+        self.action_rewards += of_actions
         self.num_steps += taken
 
 
@@ -227,7 +248,7 @@ class Player(Agent):
         dim = reader.num_sampled // settings.env.chunk
         sampling = replace(sampling, max_new_tokens=reader.num_sampled, ignore_eos=True, stop_token_ids=(), stop=())
         seen = await stage.reset(slot, task, seed)
-        played = _Played(seen.instruction)
+        played = _Played(seen.instruction, RewardShaping(settings.env.reward_scale, settings.env.relative_rewards))
         while True:
             context = reader.read(seen)
             completion = await sample(context.token_ids, sampling, len(played.segments), context.images)
@@ -254,10 +275,11 @@ class Player(Agent):
             if not is_known:
                 raise unknown_success(settings)
             rewards, action_rewards = (
-                [0.0] * (len(each) - 1) + [float(is_success)] for each in (rewards, action_rewards)
+                [0.0] * (len(each) - 1) + [settings.env.reward_scale * is_success] for each in (rewards, action_rewards)
             )
         segments = [_joined(played.segments)] if self._reader.is_numeric else list(played.segments)
-        if settings.bootstraps and is_truncated:
+        has_bootstrap = settings.bootstraps and (is_truncated or settings.env.bootstrap_terminated)
+        if has_bootstrap:
             # Numbers come in whole steps.
             count = self._reader.num_sampled if self._reader.is_numeric else 1
             segments.append(_value_segment(self._reader.read(last), count))
@@ -269,7 +291,7 @@ class Player(Agent):
             is_truncated=is_truncated,
             turn_lengths=tuple(played.lengths),
             action_length=self._reader.num_sampled // settings.env.chunk,
-            has_bootstrap=settings.bootstraps and is_truncated,
+            has_bootstrap=has_bootstrap,
             facts=EpisodeFacts(tuple(played.turns)),
         )
         extra = {"actions": float(played.num_steps), "tokens_outside": float(played.num_outside)}
