@@ -89,6 +89,7 @@ def test_the_page_names_every_public_name_and_no_other():
     assert set(re.findall(r"`(\w+)`", head)) - {"hotseat"} == set(PUBLIC)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_snippets_of_the_page_run(task, monkeypatch, capsys):
     from loop_cases import rl_yaml

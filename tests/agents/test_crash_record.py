@@ -71,6 +71,7 @@ def test_an_episode_that_exits_its_process_twice_fails_with_file_line_and_code_a
     assert num_given_up(tmp_path) == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_of_several_episodes_that_run_while_a_process_is_killed_only_the_guilty_one_fails(tmp_path):
     codes, outcomes, _ = run_until_it_ends(tmp_path, "time.sleep(0.1); os.kill(os.getpid(), signal.SIGKILL)")

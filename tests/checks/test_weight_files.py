@@ -255,6 +255,7 @@ def test_a_broken_agent_is_refused_by_a_process_of_its_own(task, tmp_path):
             trial.notes()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_step_file_that_takes_long_to_run_gets_one_note_that_names_the_flag(task, tmp_path):
     file = tmp_path / "agent_func.py"

@@ -60,6 +60,7 @@ WRONG = {  # and the kind of error that mypy finds in it
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_type_checker_sees_what_is_wrong_with_a_call(tmp_path):
     lines = [

@@ -11,6 +11,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import preloaded
 import pytest
 from pages import PAGES, ROOT, Block, blocks_of
 
@@ -101,11 +102,11 @@ def _run(blocks: list[Block], folder: Path, *, is_long: bool) -> None:
 def _run_one(block: Block, place: Path, environment: dict[str, str], end: Path) -> tuple[int, str, Path]:
     """Return exit code, output, and the folder in which the block ended."""
     if block.language == "python":
-        arguments = [sys.executable, "-c", block.text]
+        arguments, run = [sys.executable, "-c", block.text], preloaded.run
     else:
         script = f"set -euo pipefail\n{block.text}\npwd > {shlex.quote(str(end))}\n"
-        arguments = ["bash", "-c", script]
-    ended = subprocess.run(
+        arguments, run = ["bash", "-c", script], subprocess.run
+    ended = run(
         arguments, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=WIDE
     )
     return ended.returncode, ended.stdout, Path(end.read_text().strip()) if end.exists() else place

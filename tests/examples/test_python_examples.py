@@ -49,6 +49,7 @@ def assert_has_learned(last_words: str, directory: Path) -> None:
     assert (directory / "runs" / "words" / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_cells_of_the_notebook_train_stop_and_resume(shell, tmp_path, capsys):
     words, pages = "", shell.display_pub.outputs

@@ -499,6 +499,7 @@ def test_scoring_that_runs_out_of_memory_changes_nothing_but_the_budget(tmp_path
     assert config.train.chosen_tokens_per_device == CPU_TOKENS
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_budgets_are_tried_out_before_the_first_step_and_not_again_when_resumed(tmp_path, faulty, capsys):
     task = make_task(tmp_path)

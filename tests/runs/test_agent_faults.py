@@ -31,6 +31,7 @@ class Faulty(Environment):
 """
 
 
+@pytest.mark.long
 def test_what_blocks_or_ends_its_host_fails_alone_and_prints_are_in_the_logs(task, capfd):
     (task / "agent.py").write_text(AGENT)
     changes = {

@@ -145,6 +145,7 @@ def test_a_command_plays_and_the_reward_function_scores_what_it_played(task):
             assert sample.reward == sample.episode.query.partition("=")[2].count("7")
 
 
+@pytest.mark.long
 def test_play_shows_one_episode_as_a_run_samples_it(task, capsys, monkeypatch):
     monkeypatch.chdir(task)
     seen = task / "seen.jsonl"

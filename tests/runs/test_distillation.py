@@ -112,6 +112,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(task, monkeypatch):
         assert same(weights(task, f"{name}-again"), weights(task, name))
 
 
+@pytest.mark.long
 def test_rewards_and_the_teacher_add_up(task):
     teacher(task)
     changes = {
@@ -247,6 +248,7 @@ def with_answers(task: Path) -> None:
     write_rows(task / "prompts.jsonl", [{**row, "worked": row["label"] * 2} for row in rows])
 
 
+@pytest.mark.long
 def test_answers_are_given_sampled_or_mixed_by_seed(task):
     teacher(task)
     with_answers(task)

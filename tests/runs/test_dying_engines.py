@@ -79,7 +79,7 @@ def test_only_the_requests_of_a_dead_engine_are_sent_again(task, run, overlap):
     ("cluster", "deadly"),
     [
         (SHARED, "pause"),
-        (PARTLY_SHARED, "fetch"),
+        pytest.param(PARTLY_SHARED, "fetch", marks=pytest.mark.long),
         pytest.param(SHARED, "fetch", marks=pytest.mark.long),
         pytest.param(PARTLY_SHARED, "pause", marks=pytest.mark.long),
     ],

@@ -70,6 +70,7 @@ def have_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not can_fork(), reason="no template on this machine")
 def test_a_command_on_a_terminal_shows_its_status_and_ends_with_ctrl_c(tmp_path):
     task = make_task(tmp_path)

@@ -59,6 +59,7 @@ def one(folder):
     return run(folder, "ppo-1", "pipeline_stage_num: 1", PPO)
 
 
+@pytest.mark.long
 def test_a_policy_that_sees_learns_by_ppo_in_any_number_of_stages(folder, one):
     """A critic that sees, chunks of two actions as steps of time, and images in forwards with different company."""
     four = run(folder, "ppo-4", "pipeline_stage_num: 4", PPO)
@@ -83,6 +84,7 @@ class Refusing:
         return "_unpickled"
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_on_ray_frames_never_come_to_the_driver(folder, one, monkeypatch):
     """They go from simulators through env processes to engines and trainers; unpickled here, one would fail the run."""

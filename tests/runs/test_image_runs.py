@@ -72,6 +72,7 @@ def _saves_once(save):
     return saving
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_rl_with_images_is_resumed_to_the_same_bits(task, monkeypatch):
     common = ["train.batch_size=8", "train.micro_batch_size=8", "algorithm.kl.coef=0.01", "train.num_episodes=1"]

@@ -150,6 +150,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "loss", ["dpo", *(pytest.param(loss, marks=pytest.mark.long) for loss in ("ipo", "orpo", "simpo"))]
 )

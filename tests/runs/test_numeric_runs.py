@@ -61,6 +61,7 @@ def one_stage(folder):
     return run(folder, "one-stage")
 
 
+@pytest.mark.long
 def test_what_is_learned_does_not_depend_on_stages_and_placement(folder, one_stage):
     two = run(
         folder,

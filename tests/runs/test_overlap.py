@@ -126,6 +126,7 @@ def test_a_batch_is_sampled_by_the_weights_of_s_versions_before(undisturbed):
     assert len(trained(undisturbed, "undisturbed")) == 8 * 4 * 4
 
 
+@pytest.mark.long
 def test_a_shorter_queue_bounds_the_age_too(task):
     rows = run(task, "run", "{staleness: 3, queue: 0}")
     assert [row["staleness"] for row in rows] == [0, 1, 1, 1, 1, 1, 1, 1]
@@ -155,7 +156,9 @@ def test_a_resumed_run_has_the_groups_that_waited_and_ends_bit_for_bit(undisturb
     assert trained(undisturbed, "undisturbed") == trained(task, "run")
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute", pytest.param("restart", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "in_flight", ["keep", *(pytest.param(name, marks=pytest.mark.long) for name in ("recompute", "restart"))]
+)
 def test_by_arrival_nothing_is_too_old_lost_or_doubled(task, in_flight):
     """And a host that is reconnected, as with `restart`, leaves no thread behind."""
     (task / "reward.py").write_text(SLEEPS)
@@ -244,6 +247,7 @@ class Tool(Environment):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_an_agent_whose_turn_comes_while_its_engine_is_off_the_device_waits(task, staleness):
     (task / "agent.py").write_text(AGENT)
@@ -285,6 +289,7 @@ def test_filtered_groups_are_replaced_and_weights_do_not_depend_on_timing(undist
     assert same(weights(undisturbed, "filtered"), weights(task, "uneven"))
 
 
+@pytest.mark.long
 def test_a_reward_model_scores_what_was_sampled_ahead(task):
     make_value_model(task / "judge")
     reward = {"reward": f"{{model: {task}/judge}}", "cluster": BESIDE.replace("actor: 0", "'actor,reward': 0")}
@@ -294,6 +299,7 @@ def test_a_reward_model_scores_what_was_sampled_ahead(task):
     assert same(weights(task, "first"), weights(task, "second"))
 
 
+@pytest.mark.long
 def test_a_run_may_begin_to_overlap_but_not_stop_with_groups_sampled_ahead(task, monkeypatch):
     run_until_saved(task, "run", "", monkeypatch, 2)
     rows = run(task, "run", "{staleness: 1}", "checkpoint.resume=true", "checkpoint.allow_changes=[overlap.staleness]")
@@ -303,6 +309,7 @@ def test_a_run_may_begin_to_overlap_but_not_stop_with_groups_sampled_ahead(task,
         run(task, "ahead", "", "checkpoint.resume=true", "checkpoint.allow_changes=[overlap.staleness]")
 
 
+@pytest.mark.long
 def test_a_run_that_failed_leaves_no_groups_to_the_next_of_its_name(task):
     reward = (task / "reward.py").read_text()
     (task / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    raise ValueError('no')\n")
@@ -314,6 +321,7 @@ def test_a_run_that_failed_leaves_no_groups_to_the_next_of_its_name(task):
     assert list((task / "runs" / "run" / "spool").iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_answers_open_at_first_push")
 def test_requests_that_a_restart_drops_fail_no_sample(task, monkeypatch):
     """An engine takes a while to drop its requests, and those who wait for them hear of it before it is done."""
@@ -332,6 +340,7 @@ def test_requests_that_a_restart_drops_fail_no_sample(task, monkeypatch):
     assert sum(row["samples_failed"] for row in rows) == 0
 
 
+@pytest.mark.long
 def test_a_resumed_run_records_what_was_dropped_before_its_checkpoint(undisturbed, task, monkeypatch):
     run_until_saved(task, "run", "{staleness: 1}", monkeypatch, 3, *FILTERED)
     run(task, "run", "{staleness: 1}", "checkpoint.resume=true", *FILTERED)
@@ -340,6 +349,7 @@ def test_a_resumed_run_records_what_was_dropped_before_its_checkpoint(undisturbe
     assert resumed == whole
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", [pytest.param("prompt", marks=pytest.mark.long), "arrival"])
 def test_groups_that_are_too_old_for_a_lowered_staleness_are_refused(task, monkeypatch, order):
     run_until_saved(task, "run", f"{{staleness: 3, order: {order}}}", monkeypatch, 4)
@@ -350,6 +360,7 @@ def test_groups_that_are_too_old_for_a_lowered_staleness_are_refused(task, monke
     assert max(row["staleness_max"] for row in rows) <= 4
 
 
+@pytest.mark.long
 def test_a_run_may_be_resumed_with_larger_batches(task, monkeypatch):
     run_until_saved(task, "run", "{staleness: 1}", monkeypatch, 2)
     sizes = "rollout.batch_size=8", "train.batch_size=32"

@@ -285,6 +285,7 @@ def test_only_the_critic_learns_while_it_warms_up(task):
     assert records[3]["learning_rate"] == pytest.approx(1e-2 * 4 / 9)
 
 
+@pytest.mark.long
 def test_a_model_of_an_older_kind_learns_with_a_critic_too(task):
     """GPT-2 names its sizes in other words, so that the planner cannot tell its memory."""
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
@@ -333,6 +334,7 @@ def test_a_run_with_a_critic_resumes_bit_for_bit(task, monkeypatch, step, is_beh
         assert same(weights(task / "runs" / "whole" / model), weights(task / "runs" / "broken" / model))
 
 
+@pytest.mark.long
 def test_models_take_the_device_one_after_another(task, monkeypatch):
     """Every role leaves between its turns: in each turn nothing is there but what the plan says, and no bit changes."""
     make_value_model(task / "reward_model")
@@ -431,6 +433,7 @@ def test_on_one_rank_each_placement_changes_no_bit(task):
         assert all(same(one, other) for other in others), model
 
 
+@pytest.mark.long
 def test_old_log_probs_on_devices_of_their_own_change_no_bit(task):
     """The inference role has the actor's weights before every rollout, and says what the actor would have said."""
     run(task, "without", "train.num_episodes=1")

@@ -39,7 +39,7 @@ def task(tmp_path_factory, server) -> Path:
     return task
 
 
-@pytest.mark.parametrize("how", ["resume URL", "checkpoint.resume=true"])
+@pytest.mark.parametrize("how", ["resume URL", pytest.param("checkpoint.resume=true", marks=pytest.mark.long)])
 def test_killed_and_its_folder_lost_a_run_ends_as_if_nothing_had_happened(server, task, tmp_path, monkeypatch, how):
     """It is extended from step 2, and killed in step 4 while the checkpoint of step 3 is being uploaded."""
     name = f"lost-{len(how)}"
@@ -81,6 +81,7 @@ def test_killed_and_its_folder_lost_a_run_ends_as_if_nothing_had_happened(server
     assert KEYS["AWS_ACCESS_KEY_ID"].encode() not in written
 
 
+@pytest.mark.long
 def test_a_finished_run_is_extended_on_another_machine_and_a_second_run_is_refused(server, task, capsys):
     url = "s3://bucket/finished"
     options = [*OPTIONS, EVERY, f"checkpoint.path={url}"]
@@ -101,6 +102,7 @@ def test_a_finished_run_is_extended_on_another_machine_and_a_second_run_is_refus
     assert same(weights(task, "finished"), weights(task, "longer"))
 
 
+@pytest.mark.long
 def test_uploads_that_never_succeed_cost_a_run_nothing_else(server, task, tmp_path, monkeypatch):
     url = "s3://bucket/never"
     monkeypatch.setattr("hotseat.loop.state.saving._LONGEST_STALL_S", 0.5)

@@ -51,6 +51,7 @@ def batches_of_pacer(path: Path, pace: Pace) -> list[list[tuple[int, int]]]:
     return batches
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_flight", [pytest.param("keep", marks=pytest.mark.long), "recompute"])
 def test_by_arrival_two_replays_equal_the_recording(task, capsys, in_flight):
     """Answers that are open at a push go on with other weights, and groups come in whatever order they like."""
@@ -101,6 +102,7 @@ def drop(run: Path, step: int) -> None:
     (run / "rollouts" / f"{epoch}-{prompt}.group").unlink()
 
 
+@pytest.mark.long
 def test_a_run_that_was_resumed_is_replayed_as_a_whole(task, monkeypatch):
     """Steps after the checkpoint were made twice, from other groups; the last ones count."""
     (task / "reward.py").write_text(SLEEPS)

@@ -96,6 +96,7 @@ def test_a_driver_that_is_killed_is_started_again_and_no_bit_changes(task):
     assert again[0] in (task / "runs" / "run" / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_a_run_that_never_saved_begins_again_at_its_first_step(task):
     sections = {"checkpoint": "{every_minutes: 0}"}
     kill = Fault("update.before", "kill", skip=2)
@@ -111,6 +112,7 @@ def test_a_run_that_never_saved_begins_again_at_its_first_step(task):
     assert (calm / "model/model.safetensors").read_bytes() == (disturbed / "model/model.safetensors").read_bytes()
 
 
+@pytest.mark.long
 def test_an_error_that_would_come_again_ends_the_command(task):
     (task / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    raise KeyError('x')\n")
     with Command(task, "run", str(write_config(task))) as command:
@@ -119,6 +121,7 @@ def test_an_error_that_would_come_again_ends_the_command(task):
     assert "started again" not in errors.replace("it is not started again", "")
 
 
+@pytest.mark.long
 def test_without_a_new_checkpoint_a_command_gives_up_and_asks_to_be_queued_again(task):
     config = write_config(task, run="{max_restarts: 1}")
     with Command(task, "run", str(config), faults=[Fault("update.before", "kill")] * 2) as command:
@@ -143,7 +146,7 @@ def test_with_no_restarts_a_death_is_told_by_the_exit_code(task):
     assert "run.max_restarts is 0, so it is not started again; it has no checkpoint to resume from" in errors
 
 
-@pytest.mark.parametrize("whom", ["command", "group"])
+@pytest.mark.parametrize("whom", [pytest.param("command", marks=pytest.mark.long), "group"])
 def test_sigterm_saves_the_step_and_ends_with_the_same_words_and_code(task, whom):
     """Scenario 14: to the command or to its process group, the driver gets it once, and is not started again."""
     wait = Fault("update.before", "2", skip=1)

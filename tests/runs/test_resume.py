@@ -116,6 +116,7 @@ def test_resumed_equals_uninterrupted(uninterrupted, monkeypatch, kind, every):
     assert configs[0] == configs[1]
 
 
+@pytest.mark.long
 def test_a_save_that_takes_the_engines_place_changes_nothing(task):
     """With engine weights dropped between turns, a save must not leave the engine without any."""
     offload = ["cluster.component_placement={actor: 0, rollout: '@actor'}", "rollout.enable_offload=true"]
@@ -161,6 +162,7 @@ def test_after_the_last_step_there_is_nothing_to_do(finished, capsys):
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.long
 def test_a_model_that_was_there_before_is_not_taken_for_the_runs_own(task, capsys):
     """With a folder of its own: that of an earlier run is no sign that this one was exported."""
     model = task / "elsewhere"
@@ -175,6 +177,7 @@ def test_a_model_that_was_there_before_is_not_taken_for_the_runs_own(task, capsy
     assert (model / "model.safetensors").read_bytes() == exported
 
 
+@pytest.mark.long
 def test_checkpoints_hold_what_was_asked_for(task):
     run(task, "rl", "run", "checkpoint.every=1", "checkpoint.keep_last=2", "checkpoint.export_each=true")
     found = sorted(path.name for path in (task / "runs" / "run" / "checkpoints").iterdir())
@@ -226,6 +229,7 @@ def changes(task: Path, name: str) -> list[tuple]:
     return [(line["step"], line["key"], line["from"], line["to"], line["is_allowed"]) for line in lines]
 
 
+@pytest.mark.long
 def test_settings_change_from_the_next_step_on_and_are_recorded(task, monkeypatch, capsys):
     """Learning rate, KL coefficient, engine and number of steps; a change that was taken back never was."""
     with monkeypatch.context() as patch:
@@ -261,6 +265,7 @@ def test_settings_change_from_the_next_step_on_and_are_recorded(task, monkeypatc
     assert len(changes(task, "run")) == 4
 
 
+@pytest.mark.long
 def test_what_breaks_exactness_is_refused_unless_it_is_allowed(task, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         stop_after(patch, 1)
@@ -316,6 +321,7 @@ def test_a_directory_in_use_is_refused(task):
         run(task, "sft", "run", "checkpoint.every=2", "checkpoint.resume=true")
 
 
+@pytest.mark.long
 def test_without_a_checkpoint_a_run_starts_anew_and_nothing_is_counted_twice(uninterrupted, task, monkeypatch, capsys):
     """Scenario 21: said, not silent."""
     from hotseat.loop.rl.phases import UpdatePhase

@@ -79,6 +79,7 @@ def refused(run: Path, capsys, *overrides: str, code: int = 1) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_one_flipped_bit_in_any_file_is_found(broken, capsys):
     """Scenario 20: weights, optimizer (in the shards, with their index) and state."""
     newest, chosen = broken / "checkpoints" / "step-000002", random.Random(0)
@@ -164,6 +165,7 @@ def sign(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"files": facts}))
 
 
+@pytest.mark.long
 def test_going_on_twice_from_one_checkpoint_is_the_same_twice(task, tmp_path):
     """Scenario 23."""
     ends = []
@@ -211,6 +213,7 @@ def test_more_or_fewer_rows_are_refused(tmp_path, capsys):
     assert "saved with num_prompts 8, and now it is 9" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_another_backend_and_stage_go_on_with_what_one_began(task, broken):
     """Scenario 24: FSDP2, then ZeRO 1, then FSDP2 again. Sums differ in their last bits, hence 1e-5."""
     assert main(["resume", str(broken), "train.backend=deepspeed", "train.deepspeed.zero_stage=1"]) == 0

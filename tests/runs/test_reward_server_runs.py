@@ -83,6 +83,7 @@ def test_a_server_that_is_down_for_ever_stops_the_run(task):
     assert not (task / "runs" / "down" / "model").exists()
 
 
+@pytest.mark.long
 def test_a_server_that_hangs_for_one_group_fails_that_group_alone(task, server):
     """Scenario 28: it is counted, and the others are learned from."""
     import asyncio
@@ -166,6 +167,7 @@ def counts_sevens(message: dict) -> dict:
     return written(f"Score: {answer.count('7')}")
 
 
+@pytest.mark.long
 def test_a_run_learns_the_same_from_a_judge_as_from_a_function(task, server):
     run(task, "function")
     there = server(lambda number, message: counts_sevens(message))

@@ -34,6 +34,7 @@ def flat_weights(path: Path) -> torch.Tensor:
     return torch.cat([value.flatten() for value in load_file(path / "model.safetensors").values()])
 
 
+@pytest.mark.long
 def test_rewards_that_are_compared_apart_have_no_scales(task):
     """With a reward a thousand times as large, GDPO learns the same, and GRPO something else."""
     (task / "parts.py").write_text(PARTS)

@@ -107,6 +107,7 @@ def test_16_bit_engines_get_16_bit_weights_whatever_the_trainer_keeps(task, has_
     assert records[-1]["canary_gap"] < 0.25
 
 
+@pytest.mark.long
 def test_how_the_batch_is_cut_changes_nothing_but_the_last_bits(task):
     run(task, "name=a", "train.micro_batch_size=16")
     run(task, "name=b", "train.micro_batch_size=2")
@@ -129,6 +130,7 @@ def test_a_reference_is_measured_and_charged(task):
     assert records[2]["kl_coefficient"] == 0.1
 
 
+@pytest.mark.long
 def test_a_policy_is_distilled_from_a_teacher(task, tmp_path_factory):
     teacher = make_task(tmp_path_factory.mktemp("teacher"), seed=5)
     file = teacher / "model" / "model.safetensors"
@@ -261,6 +263,7 @@ def test_how_weights_travel_changes_no_bit(task):
     assert {"sync/transfer_ms", "sync/proof_ms", "sync/gb_per_s"} <= records[1].keys()
 
 
+@pytest.mark.long
 def test_a_broadcast_works_within_one_process(task):
     cluster = "{runtime: local, component_placement: {actor: 0, rollout: 1}}"
     run(task, "name=host", cluster=cluster)
@@ -309,6 +312,7 @@ def test_two_ranks_that_share_sequences_or_layers_agree_with_one(task, shared):
         assert (alone[name] - together[name]).abs().max() < 1e-5
 
 
+@pytest.mark.long
 def test_an_engine_that_scores_with_its_cache_answers_the_canary_in_its_turn(task, monkeypatch):
     """Its cache is away while weights come, so the answer follows before anything is sampled."""
     offload = {

@@ -66,6 +66,7 @@ def one_stage(task):
     return run(task, "one-stage")
 
 
+@pytest.mark.long
 def test_what_is_learned_does_not_depend_on_stages_hosts_engines_or_names(task, one_stage):
     names = "component_names: {simulator: env, policy: rollout}"
     two = run(
@@ -149,6 +150,7 @@ def ahead(task):
     return run(task, "ahead", env=MORE_SEEDS, cluster=BESIDE, overlap="{staleness: 1}")
 
 
+@pytest.mark.long
 def test_beside_training_what_is_learned_does_not_depend_on_stages(task, ahead):
     stages = "{batch_size: 4, samples_per_prompt: 2, num_slots: 4, pipeline_stage_num: 4}"
     other = run(task, "ahead-4", env=MORE_SEEDS, cluster=BESIDE, overlap="{staleness: 1}", rollout=stages)
@@ -169,6 +171,7 @@ def test_episodes_that_are_open_at_a_push_go_on_or_begin_again(task, in_flight):
     assert len(keys) == len(set(keys)) == 16  # every task and seed once
 
 
+@pytest.mark.long
 def test_a_run_with_simulators_beside_training_is_resumed_to_the_same_bits(task, ahead, monkeypatch):
     with stopped_after_saving(monkeypatch):
         run(
@@ -267,6 +270,7 @@ def test_rlinfs_hybrid_placement_runs_on_eight_devices(task, inference):
     assert len(metrics_of(done)) == 3
 
 
+@pytest.mark.long
 def test_episodes_are_played_again_for_films(task):
     import PIL.Image
 

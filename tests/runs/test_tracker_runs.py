@@ -70,6 +70,7 @@ def task(tmp_path_factory) -> Path:
     return task
 
 
+@pytest.mark.long
 def test_a_server_that_cannot_be_reached_changes_nothing(task):
     """Scenario 40: and scenario 46: the key is in no file of the run.
 

@@ -61,6 +61,7 @@ def test_the_wheel_has_the_files_of_the_package_and_no_others(wheel):
     assert f"{metadata}licenses/LICENSE" in names
 
 
+@pytest.mark.long
 def test_the_installed_command_makes_a_task_and_trains_outside_the_checkout(wheel, tmp_path):
     venv, folder = tmp_path / "venv", tmp_path / "elsewhere"
     folder.mkdir()

@@ -41,6 +41,7 @@ def test_a_place_for_checkpoints_that_cannot_be_written_is_refused_before_a_mode
         start(config)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_MOUNTS, reason="needs `unshare -rm`")
 @pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.long])])
 def test_a_disk_that_fills_up_under_the_trainers_hands_is_named(task, runtime):

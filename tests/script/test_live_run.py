@@ -136,6 +136,7 @@ class StopAfter(Callback):
             self.do(run)
 
 
+@pytest.mark.long
 def test_a_run_that_is_finished_early_is_saved_and_exported(task):
     run = hotseat.run(without_files(task), callbacks=[StopAfter(2, lambda run: run.finish())], **objects(task))
     assert [line["step"] for line in run.metrics()] == [0, 1, 2]
@@ -146,6 +147,7 @@ def test_a_run_that_is_finished_early_is_saved_and_exported(task):
     assert are_equal(extended, hotseat.run(without_files(task, name="whole"), **objects(task)))
 
 
+@pytest.mark.long
 def test_a_change_takes_effect_from_the_next_step_as_by_resuming(task):
     rate = "actor.optimizer.learning_rate=5e-3"
     changed = hotseat.run(
@@ -286,6 +288,7 @@ def test_a_supervised_run_takes_objects_and_ends_early(task):
     assert (run.model / "model.safetensors").is_file()
 
 
+@pytest.mark.long
 def test_a_model_and_its_tokenizer_are_saved_once_and_the_run_is_that_of_the_folder(task):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -151,6 +151,7 @@ def driver(environment):
     process.stdout.close()
 
 
+@pytest.mark.long
 def test_a_run_has_a_role_on_each_node_and_leaves_nothing(driver):
     facts = facts_of(driver)
     first, second = facts["node_ids"]

@@ -28,6 +28,7 @@ def ask(address: str, token: str | None) -> int:
     return connection.getresponse().status
 
 
+@pytest.mark.long
 def test_it_answers_those_who_have_the_token_and_ends_with_the_run():
     environment = {**own_environment(), "RAY_AUTH_TOKEN": TOKEN, "RAY_AUTH_MODE": "token"}
     command = [sys.executable, "-c", DRIVER]

@@ -40,6 +40,7 @@ class Forked(Plain):
         return os.getpgid(0)
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.slow
 def test_workers_are_forks_with_an_environment_and_random_numbers_of_their_own():

@@ -103,6 +103,7 @@ def test_rewards_of_a_component_are_learned_as_those_of_a_reward_function(task):
     assert notes[-1] == "close"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_evaluation_is_measured_by_the_components_that_ask_for_it(task):
     evaluation = f"{{path: {task}/prompts.jsonl, every: 1}}"
@@ -142,7 +143,7 @@ def test_groups_that_a_component_drops_are_replaced_and_recorded(task):
     ("runtime", "ranks"),
     [
         ("runtime: local, inventory: 1x2", (None, None)),  # which are threads, without variables of their own
-        pytest.param("runtime: ray", (0, 1), marks=pytest.mark.ray),
+        pytest.param("runtime: ray", (0, 1), marks=[pytest.mark.ray, pytest.mark.long]),
     ],
     ids=("local", "ray"),
 )

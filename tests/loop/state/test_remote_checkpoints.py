@@ -291,6 +291,7 @@ def test_a_slow_server_holds_nothing_up_and_the_newest_goes_next(server, s3, loc
     assert said.lines == []
 
 
+@pytest.mark.long
 def test_an_answer_that_is_cut_is_asked_for_again(server, s3, local, tmp_path, monkeypatch):
     monkeypatch.setattr("hotseat.loop.state.remote_checkpoints._PAUSE_S", 0.0)
     remote_at(s3).upload(1, write(local, 1, text="x" * 100_000))

@@ -338,7 +338,10 @@ def test_a_tiny_model_learns_and_every_form_of_the_reference_gives_the_same_mode
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [pytest.param((), marks=pytest.mark.long), ("algorithm.dpo.precompute=true",), ("train.lora.rank=4",)],
+    [
+        *(pytest.param(options, marks=pytest.mark.long) for options in ((), ("train.lora.rank=4",))),
+        ("algorithm.dpo.precompute=true",),
+    ],
     ids=str,
 )
 def test_resumed_equals_uninterrupted(task, options):

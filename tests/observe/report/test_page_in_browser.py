@@ -182,6 +182,7 @@ def every_part_of_the_machine_has_a_colour_of_its_own(page):
     assert "device 1\n50%" in tip.inner_text().replace("\t", "\n")
 
 
+@pytest.mark.long
 def test_changes_of_a_resumed_run_are_marked_in_curves_and_listed(open_report):
     card = '[data-metric="reward"]'
     page = open_report("changed")
