@@ -93,7 +93,7 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize(("timeout_s", "what"), [("60", "kill"), ("5", "hang")])
+@pytest.mark.parametrize(("timeout_s", "what"), [("60", "kill"), pytest.param("5", "hang", marks=pytest.mark.long)])
 def test_gloo_tells_of_a_rank_that_died_or_hangs(timeout_s, what):
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -108,6 +108,7 @@ def test_gloo_tells_of_a_rank_that_died_or_hangs(timeout_s, what):
     assert not comes_again(errors.WorkerError(f"actor rank 0: 'update' raised {text}"))
 
 
+@pytest.mark.long
 def test_a_store_whose_server_is_gone_is_a_death():
     code = """
         import datetime, subprocess, sys, torch.distributed as dist

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def set_keys(values: Mapping[str, Any]) -> Iterator[KeyPath]:
 
     `null` where that is the default sets nothing.
     """
-    known = {key: info.default for key, info in fields_of(Config)}
+    known = _defaults()
 
     def walk(node: Mapping[str, Any], path: KeyPath) -> Iterator[KeyPath]:
         for key, value in node.items():
@@ -153,14 +154,22 @@ def valid_keys() -> Iterator[str]:
         yield key
 
 
-def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, pydantic field) of every leaf of the tree."""
+@cache
+def fields_of(model: type[BaseModel], prefix: str = "") -> tuple[tuple[str, Any], ...]:
+    """Return (dotted key, pydantic field) of every leaf of the tree."""
+    fields: list[tuple[str, Any]] = []
     for name, info in model.model_fields.items():
         section = info.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
-            yield from fields_of(section, f"{prefix}{name}.")
+            fields += fields_of(section, f"{prefix}{name}.")
         else:
-            yield prefix + name, info
+            fields.append((prefix + name, info))
+    return tuple(fields)
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return {key: info.default for key, info in fields_of(Config)}
 
 
 def nearest_key(path: KeyPath) -> str:

@@ -586,7 +586,8 @@ def test_groups_that_do_not_bound_memory_are_not_used(tmp_path, monkeypatch):
     assert "since no control group can be made in" in sandbox.probe()
 
 
-def test_a_group_has_a_name_of_its_own_and_what_is_left_of_it_is_killed(tmp_path, caplog):
+def test_a_group_has_a_name_of_its_own_and_what_is_left_of_it_is_killed(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("hotseat.rewards.sandbox_limits._REMOVED_WITHIN_S", 0.1)
     with MemoryGroups(tmp_path).make(100) as one, MemoryGroups(tmp_path).make(100) as other:
         (other.path / "cgroup.kill").touch()
     assert one.path != other.path
@@ -596,7 +597,8 @@ def test_a_group_has_a_name_of_its_own_and_what_is_left_of_it_is_killed(tmp_path
     assert [f"control group {path} cannot be removed" in caplog.text for path in (one.path, other.path)] == [True, True]
 
 
-def test_empty_groups_of_processes_that_are_gone_are_removed(tmp_path):
+def test_empty_groups_of_processes_that_are_gone_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("hotseat.rewards.sandbox_limits._REMOVED_WITHIN_S", 0.1)
     groups, gone = MemoryGroups(tmp_path), subprocess.Popen(["true"])
     with groups.make(100) as group:
         own = group.path.name

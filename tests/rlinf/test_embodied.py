@@ -223,6 +223,7 @@ def test_beside_rlinf_itself_imports_are_refused(tmp_path):
     assert f"RLinf itself can be imported too, from {tmp_path}" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_script_of_its_names_trains_in_the_hybrid_placement(tmp_path):

@@ -129,6 +129,7 @@ def test_an_error_in_the_last_save_is_not_lost(task):
     assert not (task / "runs" / "run" / "model").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(task):
     """An update of step 5 fails while step 4 is being written."""

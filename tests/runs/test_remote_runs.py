@@ -123,6 +123,7 @@ def test_uploads_that_never_succeed_cost_a_run_nothing_else(server, task, tmp_pa
     assert RemoteCheckpoints(url).steps()[-1] == 4
 
 
+@pytest.mark.long
 def test_nothing_is_kept_where_nothing_is_to_be_kept(server, task):
     url = "s3://bucket/gone"
     start(loads(rl_yaml(task, name="gone"), [*OPTIONS, EVERY, f"checkpoint.path={url}", "checkpoint.keep_final=false"]))

@@ -159,6 +159,7 @@ def test_an_update_out_of_the_ordinary_is_flagged_with_its_samples(task):
     assert f"differ most from their siblings': {entry.epoch}/{entry.prompt}/2," in warning["text"]
 
 
+@pytest.mark.long
 def test_an_update_out_of_the_ordinary_ends_the_run_if_that_is_wanted(task):
     """Scenario 33: the other policy."""
     (task / "reward.py").write_text(SPIKE.format(task=task))

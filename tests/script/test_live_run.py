@@ -80,6 +80,7 @@ def four_steps(task: Path, **changes: str) -> str:
     return rl_yaml(task, **fixed | changes)
 
 
+@pytest.mark.long
 def test_a_run_with_objects_is_to_the_last_bit_that_with_files(task):
     files = hotseat.run(four_steps(task, name="files", eval=f"{{path: {task}/prompts.jsonl}}"))
     recorder = Recorder()

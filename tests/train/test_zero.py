@@ -336,7 +336,8 @@ def test_a_value_model_is_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stage", "compiled_by", "num_updates"),
     [
-        (3, "eager", 1),  # whose graphs autograd runs as ever; those of a compiled backward are tested with FSDP
+        # Its graphs are run by autograd as ever; those of a compiled backward are tested with FSDP.
+        pytest.param(3, "eager", 1, marks=pytest.mark.long),
         pytest.param(2, "aot_eager", 2, marks=pytest.mark.long),
         pytest.param(3, "aot_eager", 2, marks=pytest.mark.long),
     ],

@@ -217,7 +217,14 @@ def test_killed_between_two_files_one_is_whole(local, tmp_path, point, skip):
 
 
 # Requests of an upload of 3 files and a manifest to S3, of which the server gets the last one before or after.
-@pytest.mark.parametrize(("method", "number"), [("PUT", 1), ("PUT", 3), ("PUT", 4), ("DELETE", 1), ("DELETE", 2)])
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [
+        ("PUT", 4),
+        ("DELETE", 1),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("PUT", 1), ("PUT", 3), ("DELETE", 2))),
+    ],
+)
 def test_killed_within_a_request_one_is_whole(server, s3, local, tmp_path, method, number):
     remote_at(s3).upload(1, write(local, 1))
     write(local, 2)

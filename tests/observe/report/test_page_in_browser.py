@@ -279,6 +279,7 @@ def filters_narrow_the_list(page):
     assert page.locator("#sample-count").inner_text() == "6 of 78 samples"
 
 
+@pytest.mark.long
 def test_images_of_a_prompt_are_in_view_above_its_tokens(open_report):
     page = open_report("images")
     page.locator("#samples .sample-list li").nth(0).click()
