@@ -13,16 +13,15 @@ processes run agents and rewards; then the mean says more than the median, becau
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
 
+from lib.sums import make_sums
 from rich.console import Console
 from rich.table import Table
 
 from hotseat.config import loads
-from hotseat.demo import answer, make_tokenizer, question
 from hotseat.loop import run
 from hotseat.observe import read_lines
 
@@ -53,29 +52,6 @@ def reward_func(queries, prompts, labels):
 """
 
 
-def make_task(directory: Path, num_prompts: int) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    make_tokenizer().save_pretrained(directory / "model")
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory / "model")
-    sums = [(index // 100 % 100, index % 100) for index in range(num_prompts)]
-    rows = [{"input": question(a, b), "label": answer(a, b)} for a, b in sums]
-    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (directory / "reward.py").write_text(REWARD)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 1024, 4096])
@@ -88,7 +64,7 @@ def main() -> None:
     table = Table(*names)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        make_task(directory, max(arguments.sizes) // GROUP_SIZE * arguments.steps)
+        make_sums(directory, max(arguments.sizes) // GROUP_SIZE * arguments.steps, 16, REWARD)
         for num_samples in arguments.sizes:
             batch_size = num_samples // GROUP_SIZE
             num_prompts = batch_size * arguments.steps

@@ -29,11 +29,11 @@ from typing import Any
 
 from lib.simulated import register
 from lib.simulated.costs import NUM_SLOTS, SPEED
+from lib.sums import make_sums
 from rich.console import Console
 from rich.table import Table
 
 from hotseat.config import Config, loads
-from hotseat.demo import answer, make_tokenizer, question
 from hotseat.loop.start import start
 from hotseat.loop.steering import Steering
 from hotseat.planning.config_plan import make_plan
@@ -96,30 +96,6 @@ import random
 def reward_func(queries, prompts, labels):
     return [random.Random(query).random() for query in queries]
 """
-
-
-def make_task(directory: Path, num_prompts: int) -> None:
-    """Write a tiny model, prompts, and a reward function."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    make_tokenizer().save_pretrained(directory / "model")
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory / "model")
-    sums = [(index // 100 % 100, index % 100) for index in range(num_prompts)]
-    rows = [{"input": question(a, b), "label": answer(a, b)} for a, b in sums]
-    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (directory / "reward.py").write_text(REWARD)
 
 
 def inventory_of(num_devices: int) -> str:
@@ -329,7 +305,7 @@ def main() -> None:
         for staleness in arguments.staleness:
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
-                make_task(folder, arguments.samples // GROUP_SIZE * arguments.steps)
+                make_sums(folder, arguments.samples // GROUP_SIZE * arguments.steps, 1024, REWARD)
                 text = config_text(folder, num_devices, arguments.samples, staleness, arguments.steps)
                 measured[num_devices, staleness] = run_apart(text, num_devices, arguments.speed, folder)
             seconds = spent_per_step([row for row in measured[num_devices, staleness]["rows"] if row["step"] >= 1])

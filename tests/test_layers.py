@@ -47,6 +47,7 @@ LAYERS = (
         "numeric",
         "object_store",
         "processes",
+        "shim_package",
         "vision",
         "cuda_ipc",
         "user_functions",

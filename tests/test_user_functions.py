@@ -9,6 +9,7 @@ import pytest
 import torch
 from loop_cases import make_group, make_segment, rl_yaml, same, weights
 from safetensors.torch import load_file
+from stopped_runs import stopped_after_saving
 
 from hotseat.algorithms.advantages import Advantages, compute_advantages
 from hotseat.algorithms.baselines import group_normalised
@@ -21,7 +22,6 @@ from hotseat.config import Config, loads
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.run import start
 from hotseat.loop.settings.training_settings import policy_settings
-from hotseat.loop.state.saving import Saver
 from hotseat.loop.workers.experience import flatten, with_advantages
 from hotseat.loop.workers.losses import ADVANTAGES
 from hotseat.observe import read_lines
@@ -278,24 +278,13 @@ def test_a_run_learns_with_own_functions_as_with_the_built_in_ones_that_they_cal
 
 
 @pytest.mark.slow
-def test_a_sampler_chooses_from_pass_rates_and_resumes_exactly(task, monkeypatch):
+def test_a_sampler_chooses_from_pass_rates_and_resumes_exactly(task):
     (task / "own.py").write_text(OWN)
     data = f"{{path: {task}/prompts.jsonl, label_key: label, max_length: 16, sampler: '{task}/own.py:sampler'}}"
 
-    class Stop(Exception):
-        pass
-
     start(loads(rl_yaml(task, name="whole", data=data), ["checkpoint.every=1", "train.num_episodes=2"]))
-    with monkeypatch.context() as patch:
-        save = Saver.save
-
-        def save_and_stop(self, *args):
-            save(self, *args)
-            raise Stop
-
-        patch.setattr(Saver, "save", save_and_stop)
-        with pytest.raises(Stop):
-            start(loads(rl_yaml(task, name="broken", data=data), ["checkpoint.every=1", "train.num_episodes=2"]))
+    with stopped_after_saving():
+        start(loads(rl_yaml(task, name="broken", data=data), ["checkpoint.every=1", "train.num_episodes=2"]))
     assert main(["resume", str(task / "runs" / "broken")]) == 0
     assert same(weights(task, "whole"), weights(task, "broken"))
     whole, broken = ((task / "runs" / name / "ledger.jsonl").read_text() for name in ("whole", "broken"))

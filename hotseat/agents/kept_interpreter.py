@@ -56,16 +56,14 @@ class KeptInterpreter:
         finally:
             theirs.close()
         first = {"script": command[1], "modules": list(modules), "kept": kept_capabilities()}
-        try:
+        with contextlib.ExitStack() as unless_ready:
+            unless_ready.callback(self.close)
             with contextlib.suppress(OSError):  # it has ended: `_ready` says so
                 self._control.sendall(json.dumps(first).encode() + b"\n")
             problem = self._ready()
-        except BaseException:
-            self.close()
-            raise
-        if problem is not None:
-            self.close()
-            raise CannotFork(problem)
+            if problem is not None:
+                raise CannotFork(problem)
+            unless_ready.pop_all()
 
     def _ready(self) -> str | None:
         """Wait until the modules are imported; return why nothing can be forked."""

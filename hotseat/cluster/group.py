@@ -225,9 +225,9 @@ class WorkerGroup(Calling[W_co]):
     def restart(self, rank: int) -> None:
         """End what is left of this rank and its children, and make the object anew in a new process there."""
 
+    @abstractmethod
     def restart_all(self) -> None:
         """End all ranks and their children, and make the objects anew in new processes, which meet at a new address."""
-        raise NotImplementedError(f"{self.name}: cannot be restarted as a whole")
 
     @abstractmethod
     def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:

@@ -140,7 +140,12 @@ def test_threads_that_print_at_the_same_time_do_not_mix_lines(tmp_path):
 
 def test_where_nothing_can_be_written_episodes_go_on(tmp_path):
     (tmp_path / "file").write_text("")
-    EpisodeLog("0/0/0", EpisodeOutput(tmp_path / "file" / "agents-0.log")).write("lost\n")
+    log = EpisodeLog("0/0/0", EpisodeOutput(tmp_path / "file" / "agents-0.log"))
+    log.write("lost\n")
+    assert (tmp_path / "file").read_text() == ""  # what is no folder stays as it is
+    (tmp_path / "file").unlink()
+    log.write("kept once there is a folder\n")
+    assert (tmp_path / "file" / "agents-0.log").read_text() == "0/0/0  kept once there is a folder\n"
 
 
 def test_what_is_printed_outside_of_episodes_goes_where_it_went_before(monkeypatch):

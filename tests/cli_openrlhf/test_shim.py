@@ -10,7 +10,7 @@ import pytest
 
 from hotseat.cli.help_texts import EPILOGS
 from hotseat.cli.main import main
-from hotseat.openrlhf.shim import DIRECTORY, INSTEAD, find_another_openrlhf
+from hotseat.openrlhf.shim import DIRECTORY, INSTEAD, SHIM
 
 ROOT = Path(__file__).parents[2]
 MODULES = ("train_ppo_ray", "train_sft", "train_rm", "train_dpo", "serve_rm", "batch_inference", "lora_combiner")
@@ -79,9 +79,9 @@ def test_an_openrlhf_in_editable_mode_is_found(tmp_path, monkeypatch):
         def find_spec(cls, name, path=None, target=None):
             return importlib.util.spec_from_file_location(name, real) if name == "openrlhf" else None
 
-    assert find_another_openrlhf() is None
+    assert SHIM.find_another() is None
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    assert find_another_openrlhf() == str(real)
+    assert SHIM.find_another() == str(real)
 
 
 def test_a_folder_of_that_name_is_not_openrlhf(tmp_path, monkeypatch):
@@ -89,7 +89,7 @@ def test_a_folder_of_that_name_is_not_openrlhf(tmp_path, monkeypatch):
     (tmp_path / "openrlhf" / "train.sh").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", str(DIRECTORY), *sys.path])
-    assert find_another_openrlhf() is None
+    assert SHIM.find_another() is None
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from stopped_runs import stopped_after_saving
 
 from hotseat.config import load
 from hotseat.observe import read_lines
@@ -63,20 +64,15 @@ def test_a_third_of_the_steps_learns_to_count_most_images(at_root):
     assert after >= 0.6
 
 
-class Stopped(Exception):
-    pass
-
-
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_counting_is_learned_from_pixels_and_a_resumed_run_learns_the_same_bits(seed, at_root, monkeypatch):
+def test_counting_is_learned_from_pixels_and_a_resumed_run_learns_the_same_bits(seed, at_root):
     from loop_cases import same
     from safetensors.torch import load_file
 
     from hotseat.cli.main import main
     from hotseat.loop.run import start
-    from hotseat.loop.state.saving import Saver
 
     prepare = ["examples/count_shapes/prepare.py", str(FOLDER), "--seed", str(seed)]
     subprocess.run([sys.executable, *prepare], check=True, timeout=1000)
@@ -85,16 +81,8 @@ def test_counting_is_learned_from_pixels_and_a_resumed_run_learns_the_same_bits(
     assert accuracies[0] <= 0.4
     assert accuracies[-1] >= 0.9
 
-    save = Saver.save
-
-    def save_and_stop(self, *args):
-        save(self, *args)
-        raise Stopped
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Saver, "save", save_and_stop)
-        with pytest.raises(Stopped):
-            start(load(CONFIG, [f"seed={seed}", "name=part", "checkpoint.every=16"]))
+    with stopped_after_saving():
+        start(load(CONFIG, [f"seed={seed}", "name=part", "checkpoint.every=16"]))
     assert main(["resume", str(FOLDER / "part")]) == 0
     assert accuracies_of("part") == accuracies
     whole, part = (load_file(FOLDER / name / "model" / "model.safetensors") for name in ("grpo", "part"))

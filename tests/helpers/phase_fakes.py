@@ -99,6 +99,10 @@ class FakeGroup(WorkerGroup[Any]):
         self.workers[rank] = self._make(rank)
         self._is_alive[rank] = True
 
+    def restart_all(self) -> None:
+        for rank in self.ranks:
+            self.restart(rank)
+
     def holders(self) -> tuple[Holder, ...]:
         return tuple(Holder(self.name, rank, None) for rank in self.ranks)
 

@@ -375,6 +375,8 @@ def test_what_a_process_waited_to_put_is_not_kept_after_its_death(broker, peer):
     wait_until(lambda: memory_of(broker.pid) == 1)
     other.kill()
     wait_until(lambda: memory_of(broker.pid) == 0)
+    with pytest.raises(WorkerError, match="went away without closing it"):
+        fill(channel)
 
 
 def test_descriptors_that_do_not_fit_are_an_error_and_none_stays_open():

@@ -7,13 +7,13 @@ import torch
 from loop_cases import make_task, rl_yaml, sft_yaml
 from peft import PeftModel
 from safetensors.torch import load_file
+from stopped_runs import stopped_after_saving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import UserError
 from hotseat.loop.run import start
-from hotseat.loop.state.saving import Saver
 from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow
@@ -86,12 +86,8 @@ def test_16_bit_engines_get_merged_weights_in_16_bits(task, backend):
     assert records[-1]["canary_gap"] < 0.25
 
 
-class Stop(Exception):
-    pass
-
-
 @pytest.mark.parametrize("kind", ["rl", pytest.param("sft", marks=pytest.mark.long)])
-def test_adapters_and_their_average_resume_from_a_checkpoint(task, monkeypatch, kind):
+def test_adapters_and_their_average_resume_from_a_checkpoint(task, kind):
     yaml = rl_yaml if kind == "rl" else sft_yaml
     options = (
         *LORA,
@@ -101,16 +97,8 @@ def test_adapters_and_their_average_resume_from_a_checkpoint(task, monkeypatch, 
         *(("train.max_epochs=1",) if kind == "sft" else ()),
     )
     run(task, yaml(task, name="whole"), *options)
-    with monkeypatch.context() as patch:
-        save = Saver.save
-
-        def save_and_stop(self, *args):
-            save(self, *args)
-            raise Stop
-
-        patch.setattr(Saver, "save", save_and_stop)
-        with pytest.raises(Stop):
-            run(task, yaml(task, name="broken"), *options)
+    with stopped_after_saving():
+        run(task, yaml(task, name="broken"), *options)
     assert main(["resume", str(task / "runs" / "broken")]) == 0
     for folder in ("model", "model_ema"):
         whole, broken = (weights(task / "runs" / name / folder) for name in ("whole", "broken"))

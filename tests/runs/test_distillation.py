@@ -10,12 +10,12 @@ import pytest
 import torch
 from loop_cases import make_group, make_segment, make_task, rl_yaml, same, weights, write_rows
 from safetensors.torch import load_file, save_file
+from stopped_runs import stopped_after_saving
 
 from hotseat.algorithms.distillation import Divergence
 from hotseat.config import loads
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.run import start
-from hotseat.loop.state.saving import Saver
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.experience import Share, flatten
 from hotseat.loop.workers.model_workers import ModelWorker, TeacherScores, given_by_teacher
@@ -85,29 +85,15 @@ def test_a_policy_comes_nearer_to_its_teacher_without_rewards(task, capsys):
 
 
 @pytest.mark.long
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(task, monkeypatch):
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(task):
     teacher(task)
     with_answers(task)
     every = {"checkpoint": "{every: 1}"}
     mixed = "top_k: 5, divergence: jsd, temperature: 2.0, sampled: 0.5, answer_key: worked"
     for name, distill in (("whole", "top_k: null"), ("mixed", mixed)):
         go(task, name, distill, **every)
-
-        class Stop(Exception):
-            pass
-
-        with monkeypatch.context() as patch:
-            save, count = Saver.save, []
-
-            def save_and_stop(self, *arguments, save=save, count=count, stop=Stop, **named):
-                save(self, *arguments, **named)
-                count.append(1)
-                if len(count) == 2:
-                    raise stop
-
-            patch.setattr(Saver, "save", save_and_stop)
-            with pytest.raises(Stop):
-                go(task, f"{name}-again", distill, **every)
+        with stopped_after_saving(2):
+            go(task, f"{name}-again", distill, **every)
         go(task, f"{name}-again", distill, checkpoint="{every: 1, resume: true}")
         assert same(weights(task, f"{name}-again"), weights(task, name))
 

@@ -9,6 +9,7 @@ import image_cases
 import pytest
 from loop_cases import rl_yaml, same, sft_yaml, weights
 from safetensors.torch import load_file
+from stopped_runs import stopped_after_saving
 
 from hotseat.checks.pipeline import MODELS
 from hotseat.checks.stage import CheckContext, run_checks
@@ -16,7 +17,6 @@ from hotseat.cli.main import main
 from hotseat.config import Config, loads
 from hotseat.errors import ConfigError, DataError, UserError
 from hotseat.loop.run import start
-from hotseat.loop.state.saving import Saver
 from hotseat.model_source import ModelSource
 from hotseat.observe import read_lines
 
@@ -60,27 +60,13 @@ def gaps(records):
     return [record[key] for record in records for key in ("engine_gap_max", "canary_gap") if key in record]
 
 
-class Stopped(Exception):
-    pass
-
-
-def _saves_once(save):
-    def saving(self, *args):
-        save(self, *args)
-        raise Stopped
-
-    return saving
-
-
 @pytest.mark.long
 @pytest.mark.slow
-def test_rl_with_images_is_resumed_to_the_same_bits(task, monkeypatch):
+def test_rl_with_images_is_resumed_to_the_same_bits(task):
     common = ["train.batch_size=8", "train.micro_batch_size=8", "algorithm.kl.coef=0.01", "train.num_episodes=1"]
     start(loads(rl(task, "whole"), common))
-    with monkeypatch.context() as patch:
-        patch.setattr(Saver, "save", _saves_once(Saver.save))
-        with pytest.raises(Stopped):
-            start(loads(rl(task, "part"), [*common, "checkpoint.every=2"]))
+    with stopped_after_saving():
+        start(loads(rl(task, "part"), [*common, "checkpoint.every=2"]))
     assert main(["resume", str(task / "runs" / "part")]) == 0
     whole, part = (read_lines(task / "runs" / name / "metrics.jsonl") for name in ("whole", "part"))
     assert timeless(whole) == timeless(part)
@@ -312,7 +298,7 @@ def test_what_is_not_built_for_images_is_refused_by_name(text):
 
 
 @pytest.mark.slow
-def test_bad_images_and_models_without_sight_are_named_before_a_model_loads(task, tmp_path, monkeypatch):
+def test_bad_images_and_models_without_sight_are_named_before_a_model_loads(task, tmp_path):
     from transformers import LlamaConfig
 
     from hotseat.loop import inputs

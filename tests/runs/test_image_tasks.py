@@ -8,6 +8,7 @@ import torch
 from loop_cases import dpo_yaml, ppo_yaml, rm_yaml, same, weights
 from PIL import Image
 from safetensors.torch import load_file
+from stopped_runs import stopped_after_saving
 
 from hotseat.cli.main import main
 from hotseat.config import loads
@@ -16,7 +17,6 @@ from hotseat.errors import ConfigError, DataError, UserError
 from hotseat.loop import inputs
 from hotseat.loop.inputs import supervised_inputs
 from hotseat.loop.run import start
-from hotseat.loop.state.saving import Saver
 from hotseat.model_source import ModelSource
 from hotseat.observe import read_lines
 
@@ -77,23 +77,6 @@ def timeless(records):
     return [{key: value for key, value in record.items() if not key.startswith(timing)} for record in records]
 
 
-class Stopped(Exception):
-    pass
-
-
-def stopped_after_a_checkpoint(config, monkeypatch):
-    save = Saver.save
-
-    def saving(self, *args):
-        save(self, *args)
-        raise Stopped
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Saver, "save", saving)
-        with pytest.raises(Stopped):
-            start(config)
-
-
 @pytest.fixture(scope="module")
 def reward_model(task):
     """A reward model of Qwen2.5-VL that was trained on the pairs."""
@@ -101,7 +84,7 @@ def reward_model(task):
     return task / "runs" / "rm" / "model"
 
 
-def test_a_reward_model_tells_better_answers_by_the_picture_alone(task, reward_model, monkeypatch):
+def test_a_reward_model_tells_better_answers_by_the_picture_alone(task, reward_model):
     lines = metrics(task, "rm")
     assert lines[-1]["accuracy"] == 1.0
     assert lines[-1]["eval/accuracy"] == 1.0
@@ -110,16 +93,15 @@ def test_a_reward_model_tells_better_answers_by_the_picture_alone(task, reward_m
     assert any(name.startswith("visual.") for name in changed)
     assert set(after) - set(before) == {"score.weight"}
     assert {"mean", "std"} <= set(json.loads((reward_model / "config.json").read_text()))
-    stopped_after_a_checkpoint(loads(of("qwen2_5_vl", task, rm_yaml, "part"), ["checkpoint.every=2"]), monkeypatch)
+    with stopped_after_saving():
+        start(loads(of("qwen2_5_vl", task, rm_yaml, "part"), ["checkpoint.every=2"]))
     assert main(["resume", str(task / "runs" / "part")]) == 0
     assert timeless(lines) == timeless(metrics(task, "part"))
     assert same(after, weights(task, "part"))
 
 
 @pytest.mark.long
-def test_ppo_with_a_reward_model_a_critic_and_a_reference_that_see_resumes_to_the_same_bits(
-    task, reward_model, monkeypatch
-):
+def test_ppo_with_a_reward_model_a_critic_and_a_reference_that_see_resumes_to_the_same_bits(task, reward_model):
     data = "label_key: null, max_length: 64, image_key: images, max_images_per_prompt: 1, apply_chat_template: true"
     sections = {
         "actor": f"{{model: {task}/qwen2_5_vl, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}",
@@ -130,8 +112,8 @@ def test_ppo_with_a_reward_model_a_critic_and_a_reference_that_see_resumes_to_th
     }
     options = ["checkpoint.export_critic=true"]
     start(loads(ppo_yaml(task, name="ppo", **sections), options))
-    part = loads(ppo_yaml(task, name="ppo_part", **sections), [*options, "checkpoint.every=1"])
-    stopped_after_a_checkpoint(part, monkeypatch)
+    with stopped_after_saving():
+        start(loads(ppo_yaml(task, name="ppo_part", **sections), [*options, "checkpoint.every=1"]))
     assert main(["resume", str(task / "runs" / "ppo_part")]) == 0
     assert timeless(metrics(task, "ppo")) == timeless(metrics(task, "ppo_part"))
     assert same(weights(task, "ppo"), weights(task, "ppo_part"))
@@ -154,7 +136,7 @@ LOSSES = {
 @pytest.mark.parametrize(
     "loss", ["dpo", *(pytest.param(loss, marks=pytest.mark.long) for loss in ("ipo", "orpo", "simpo"))]
 )
-def test_preferences_are_learned_from_the_picture_alone_packed_as_padded(task, loss, monkeypatch):
+def test_preferences_are_learned_from_the_picture_alone_packed_as_padded(task, loss):
     family, options = LOSSES[loss]
     options = [f"algorithm.dpo.loss={loss}", *options]
     made = of(family, task, dpo_yaml, loss)
@@ -172,9 +154,8 @@ def test_preferences_are_learned_from_the_picture_alone_packed_as_padded(task, l
     assert changed
     assert any(part in f".{name}" for part in names for name in changed) == (loss != "ipo")
     if loss == "dpo":
-        stopped_after_a_checkpoint(
-            loads(of(family, task, dpo_yaml, "dpo_part"), [*options, "checkpoint.every=3"]), monkeypatch
-        )
+        with stopped_after_saving():
+            start(loads(of(family, task, dpo_yaml, "dpo_part"), [*options, "checkpoint.every=3"]))
         assert main(["resume", str(task / "runs" / "dpo_part")]) == 0
         assert same(after, weights(task, "dpo_part"))
 

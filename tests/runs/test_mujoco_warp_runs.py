@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from loop_cases import make_task
-from test_simulator_runs import Stop, metrics_of, weights_of
+from stopped_runs import stopped_after_saving
+from test_simulator_runs import metrics_of, weights_of
 
 from hotseat.cli.main import main
 from hotseat.envs.family_loading import import_problem
@@ -69,20 +70,10 @@ def reference(task):
     return done
 
 
-def test_a_hybrid_run_that_is_stopped_and_resumed_equals_a_colocated_one(task, reference, monkeypatch):
-    from hotseat.loop.state.saving import Saver
-
-    save = Saver.save
-
-    def stopping(self, *args):
-        save(self, *args)
-        raise Stop
-
+def test_a_hybrid_run_that_is_stopped_and_resumed_equals_a_colocated_one(task, reference):
     parts = sections(task, "broken", "hybrid-2", 2) | {"checkpoint": "{every: 2, background: false}"}
-    with monkeypatch.context() as patch:
-        patch.setattr(Saver, "save", stopping)
-        with pytest.raises(Stop):
-            main(["run", write(task, parts)])
+    with stopped_after_saving():
+        main(["run", write(task, parts)])
     assert main(["resume", str(task / "runs" / "broken"), "rollout.pipeline_stage_num=1"]) == 0
     assert weights_of(task / "runs" / "broken") == weights_of(reference)
 

@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from stopped_runs import stopped_after_saving
 
 from hotseat.cli.main import main
 from hotseat.numeric.models import NumericConfig, write_policy
@@ -26,10 +26,6 @@ BASE = {
     "train": "{dtype: fp32, batch_size: 4, max_epochs: 2, micro_batch_size: 4}",
     "seed": "3",
 }
-
-
-class Stop(Exception):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -80,25 +76,8 @@ def test_engines_and_trainer_agree_and_every_push_is_proved(one_stage):
     assert all(line["engine_gap"] < 1e-5 for line in steps)
 
 
-@contextmanager
-def stopped_after_saving(monkeypatch):
-    """Have the run in this context end right after its first checkpoint."""
-    from hotseat.loop.state.saving import Saver
-
-    save = Saver.save
-
-    def stopping(self, *args):
-        save(self, *args)
-        raise Stop
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Saver, "save", stopping)
-        with pytest.raises(Stop):
-            yield
-
-
-def test_resumed_equals_uninterrupted(folder, one_stage, monkeypatch):
-    with stopped_after_saving(monkeypatch):
+def test_resumed_equals_uninterrupted(folder, one_stage):
+    with stopped_after_saving():
         run(folder, "broken", checkpoint="{every: 1, background: false}")
     assert main(["resume", str(folder / "runs" / "broken")]) == 0
     assert weights_of(folder / "runs" / "broken") == weights_of(one_stage)

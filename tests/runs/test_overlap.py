@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from loop_cases import make_task, make_value_model, rl_yaml, same, weights
-from test_resume import Stop, stop_after
+from stopped_runs import stopped_after_saving
 
 from hotseat.config import loads
 from hotseat.errors import RewardError, RunError
@@ -95,12 +95,10 @@ def _answers_open_at_first_push(monkeypatch):
     monkeypatch.setattr(RequestTable, "complete", count)
 
 
-def run_until_saved(task: Path, name: str, overlap: str, monkeypatch, num_checkpoints: int, *overrides: str) -> None:
+def run_until_saved(task: Path, name: str, overlap: str, num_checkpoints: int, *overrides: str) -> None:
     """Run with a checkpoint after each step, and die after so many."""
-    with monkeypatch.context() as patch:
-        stop_after(patch, num_checkpoints)
-        with pytest.raises(Stop):
-            run(task, name, overlap, "checkpoint.every=1", *overrides)
+    with stopped_after_saving(num_checkpoints):
+        run(task, name, overlap, "checkpoint.every=1", *overrides)
 
 
 def trained(task: Path, name: str) -> Counter:
@@ -149,8 +147,8 @@ def test_on_ray_weights_are_those_of_one_process(task):
 
 
 @pytest.mark.parametrize("num_checkpoints", [pytest.param(1, marks=pytest.mark.long), 4])
-def test_a_resumed_run_has_the_groups_that_waited_and_ends_bit_for_bit(undisturbed, task, monkeypatch, num_checkpoints):
-    run_until_saved(task, "run", "{staleness: 2}", monkeypatch, num_checkpoints)
+def test_a_resumed_run_has_the_groups_that_waited_and_ends_bit_for_bit(undisturbed, task, num_checkpoints):
+    run_until_saved(task, "run", "{staleness: 2}", num_checkpoints)
     run(task, "run", "{staleness: 2}", "checkpoint.resume=true")
     assert same(weights(undisturbed, "undisturbed"), weights(task, "run"))
     assert trained(undisturbed, "undisturbed") == trained(task, "run")
@@ -179,10 +177,10 @@ def assert_no_thread_collects(before: set[threading.Thread]) -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["keep", pytest.param("restart", marks=pytest.mark.long)])
-def test_by_arrival_a_resumed_run_trains_every_sample_once(task, monkeypatch, in_flight):
+def test_by_arrival_a_resumed_run_trains_every_sample_once(task, in_flight):
     overlap = f"{{staleness: 2, order: arrival, in_flight: {in_flight}}}"
     (task / "reward.py").write_text(SLEEPS)
-    run_until_saved(task, "run", overlap, monkeypatch, 3)
+    run_until_saved(task, "run", overlap, 3)
     run(task, "run", overlap, "checkpoint.every=1", "checkpoint.resume=true")
     assert len(trained(task, "run")) == 8 * 4 * 4
     assert set(trained(task, "run").values()) == {1}
@@ -300,11 +298,11 @@ def test_a_reward_model_scores_what_was_sampled_ahead(task):
 
 
 @pytest.mark.long
-def test_a_run_may_begin_to_overlap_but_not_stop_with_groups_sampled_ahead(task, monkeypatch):
-    run_until_saved(task, "run", "", monkeypatch, 2)
+def test_a_run_may_begin_to_overlap_but_not_stop_with_groups_sampled_ahead(task):
+    run_until_saved(task, "run", "", 2)
     rows = run(task, "run", "{staleness: 1}", "checkpoint.resume=true", "checkpoint.allow_changes=[overlap.staleness]")
     assert [row.get("staleness") for row in rows] == [None, None, 0, 1, 1, 1, 1, 1]
-    run_until_saved(task, "ahead", "{staleness: 1}", monkeypatch, 2)
+    run_until_saved(task, "ahead", "{staleness: 1}", 2)
     with pytest.raises(RunError, match="groups that were sampled ahead of training, and overlap.staleness is 0 now"):
         run(task, "ahead", "", "checkpoint.resume=true", "checkpoint.allow_changes=[overlap.staleness]")
 
@@ -341,8 +339,8 @@ def test_requests_that_a_restart_drops_fail_no_sample(task, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_resumed_run_records_what_was_dropped_before_its_checkpoint(undisturbed, task, monkeypatch):
-    run_until_saved(task, "run", "{staleness: 1}", monkeypatch, 3, *FILTERED)
+def test_a_resumed_run_records_what_was_dropped_before_its_checkpoint(undisturbed, task):
+    run_until_saved(task, "run", "{staleness: 1}", 3, *FILTERED)
     run(task, "run", "{staleness: 1}", "checkpoint.resume=true", *FILTERED)
     whole, resumed = (set(read_ledger(path)) for path in (undisturbed / "runs" / "filtered", task / "runs" / "run"))
     assert any(entry.state == "dropped" and entry.step == 4 for entry in whole)
@@ -351,8 +349,8 @@ def test_a_resumed_run_records_what_was_dropped_before_its_checkpoint(undisturbe
 
 @pytest.mark.long
 @pytest.mark.parametrize("order", [pytest.param("prompt", marks=pytest.mark.long), "arrival"])
-def test_groups_that_are_too_old_for_a_lowered_staleness_are_refused(task, monkeypatch, order):
-    run_until_saved(task, "run", f"{{staleness: 3, order: {order}}}", monkeypatch, 4)
+def test_groups_that_are_too_old_for_a_lowered_staleness_are_refused(task, order):
+    run_until_saved(task, "run", f"{{staleness: 3, order: {order}}}", 4)
     lowered = "checkpoint.resume=true", "checkpoint.allow_changes=[overlap.staleness]"
     with pytest.raises(RunError, match="more or older ones than overlap.staleness 1 and rollout.batch_size 4 allow"):
         run(task, "run", f"{{staleness: 1, order: {order}}}", *lowered)
@@ -361,8 +359,8 @@ def test_groups_that_are_too_old_for_a_lowered_staleness_are_refused(task, monke
 
 
 @pytest.mark.long
-def test_a_run_may_be_resumed_with_larger_batches(task, monkeypatch):
-    run_until_saved(task, "run", "{staleness: 1}", monkeypatch, 2)
+def test_a_run_may_be_resumed_with_larger_batches(task):
+    run_until_saved(task, "run", "{staleness: 1}", 2)
     sizes = "rollout.batch_size=8", "train.batch_size=32"
     allowed = "checkpoint.allow_changes=[rollout.batch_size,train.batch_size]"
     rows = run(task, "run", "{staleness: 1}", *sizes, "checkpoint.resume=true", allowed)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from loop_cases import make_task, rl_yaml, same, weights
+from stopped_runs import stopped_after_saving
 
 from hotseat.cli.main import main
 from hotseat.config import loads
@@ -17,7 +18,6 @@ from hotseat.loop.rl.ledger import GIVEN_UP, read_ledger
 from hotseat.loop.rl.recovery import HOST
 from hotseat.loop.rl.stream import SynchronousStream
 from hotseat.loop.run import start
-from hotseat.loop.state.saving import Saver
 from hotseat.loop.workers.group_facts import GivenUp, GroupFacts
 from hotseat.observe import read_lines
 from hotseat.types import Prompt
@@ -55,10 +55,6 @@ class Stuck(Agent):
 """
 
 
-class Stop(Exception):
-    pass
-
-
 def config(task, name: str, **changes: str):
     (task / "agent.py").write_text(AGENT)
     sections = {
@@ -76,7 +72,7 @@ def fates(task, name: str) -> list[tuple]:
 
 
 @pytest.mark.slow
-def test_the_first_complete_groups_are_learned_and_no_sample_is_lost_or_doubled_by_a_resume(tmp_path, monkeypatch):
+def test_the_first_complete_groups_are_learned_and_no_sample_is_lost_or_doubled_by_a_resume(tmp_path):
     task = make_task(tmp_path)
     start(config(task, "whole"))
     entries = list(read_ledger(task / "runs" / "whole"))
@@ -94,18 +90,8 @@ def test_the_first_complete_groups_are_learned_and_no_sample_is_lost_or_doubled_
     assert [line["answers_cut"] for line in records] == [4.0] * 3
     assert all(1 <= line["length_given_up"] <= 4 for line in records)
 
-    save, saved = Saver.save, []
-
-    def saving(self, *args):
-        saved.append(save(self, *args))
-        if len(saved) == 2:
-            raise Stop
-        return saved[-1]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Saver, "save", saving)
-        with pytest.raises(Stop):
-            start(config(task, "broken", checkpoint="{every: 1}"))
+    with stopped_after_saving(2):
+        start(config(task, "broken", checkpoint="{every: 1}"))
     assert main(["resume", str(task / "runs" / "broken")]) == 0
     assert fates(task, "broken") == fates(task, "whole")
     assert same(weights(task, "whole"), weights(task, "broken"))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from loop_cases import make_value_model, ppo_yaml, rl_yaml, same, weights
+from stopped_runs import stopped_after_saving
 from test_overlap import BESIDE, FILTERED, SLEEPS, long_answers
-from test_resume import Stop, stop_after
 
 from hotseat.cli.main import main
 from hotseat.config import loads
@@ -103,14 +103,12 @@ def drop(run: Path, step: int) -> None:
 
 
 @pytest.mark.long
-def test_a_run_that_was_resumed_is_replayed_as_a_whole(task, monkeypatch):
+def test_a_run_that_was_resumed_is_replayed_as_a_whole(task):
     """Steps after the checkpoint were made twice, from other groups; the last ones count."""
     (task / "reward.py").write_text(SLEEPS)
     overlap = "{staleness: 1, order: arrival, in_flight: keep}"
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        with pytest.raises(Stop):
-            record(task, overlap, "checkpoint.every=1", *FILTERED)
+    with stopped_after_saving(3):
+        record(task, overlap, "checkpoint.every=1", *FILTERED)
     record(task, overlap, "checkpoint.every=1", "checkpoint.resume=true", *FILTERED)
     assert replay(task) == 0
     assert same(weights(task), weights(task, "run-replay-1"))

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from environments import own_environment
 from loop_cases import make_task, rl_yaml, rm_yaml, same, sft_yaml, weights
 from paused_runs import end_stopped, started, wait_for, wait_until_stopped
 from safetensors.torch import load_file
+from stopped_runs import Stop, stopped_after_saving
 
 from hotseat.cli.main import main
 from hotseat.config import loads
@@ -51,24 +53,23 @@ def facts(records: list[dict]) -> list[dict]:
     return [{k: v for k, v in record.items() if not k.startswith(timing)} for record in records]
 
 
-class Stop(Exception):
-    pass
+@contextmanager
+def stopped_in_update(number: int) -> Iterator[None]:
+    """Have the run in this context end as update `number`, from 1 on, begins."""
+    from hotseat.loop.rl.phases import UpdatePhase
 
+    update, begun = UpdatePhase.run, []
 
-def stop_after(monkeypatch, num_checkpoints: int) -> None:
-    """The run dies right after so many checkpoints."""
-    from hotseat.loop.state.saving import Saver
-
-    save, count = Saver.save, []
-
-    def saving(self, *args):
-        path = save(self, *args)
-        count.append(path)
-        if len(count) == num_checkpoints:
+    def updating(self, *args):
+        begun.append(1)
+        if len(begun) == number:
             raise Stop
-        return path
+        return update(self, *args)
 
-    monkeypatch.setattr(Saver, "save", saving)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UpdatePhase, "run", updating)
+        with pytest.raises(Stop):
+            yield
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +100,12 @@ def finished(tmp_path_factory) -> Path:
         *(pytest.param(*each, marks=pytest.mark.long) for each in (("rl", 2), ("rl", 3), ("rl", 4), ("rm", 3))),
     ],
 )
-def test_resumed_equals_uninterrupted(uninterrupted, monkeypatch, kind, every):
+def test_resumed_equals_uninterrupted(uninterrupted, kind, every):
     """Scenario 22 and invariant 5: mid-pass, at the boundary of a pass (two steps), and after the last step."""
     task, whole = uninterrupted(kind)
     broken = f"broken-{kind}-{every}"
-    with monkeypatch.context() as patch:
-        stop_after(patch, 1)
-        with pytest.raises(Stop):
-            run(task, kind, broken, f"checkpoint.every={every}")
+    with stopped_after_saving():
+        run(task, kind, broken, f"checkpoint.every={every}")
     assert not (task / "runs" / broken / "model").exists()
     assert main(["resume", str(task / "runs" / broken)]) == 0
     records = [read_lines(task / "runs" / name / "metrics.jsonl") for name in (whole, broken)]
@@ -125,22 +124,10 @@ def test_a_save_that_takes_the_engines_place_changes_nothing(task):
     assert same(weights(task, "plain"), weights(task, "saved"))
 
 
-def test_what_was_done_after_the_checkpoint_is_done_again_and_counted_once(uninterrupted, monkeypatch):
+def test_what_was_done_after_the_checkpoint_is_done_again_and_counted_once(uninterrupted):
     task, whole = uninterrupted("rl")
-    from hotseat.loop.rl.phases import UpdatePhase
-
-    with monkeypatch.context() as patch:
-        update, count = UpdatePhase.run, []
-
-        def updating(self, *args):
-            count.append(1)
-            if len(count) == 4:
-                raise Stop
-            return update(self, *args)
-
-        patch.setattr(UpdatePhase, "run", updating)
-        with pytest.raises(Stop):
-            run(task, "rl", "broken", "checkpoint.every=2")  # steps 3 and half of 4 are lost
+    with stopped_in_update(4):
+        run(task, "rl", "broken", "checkpoint.every=2")  # steps 3 and half of 4 are lost
     assert [record["step"] for record in read_lines(task / "runs" / "broken" / "metrics.jsonl")] == [0, 1, 2, 3]
     assert main(["resume", str(task / "runs" / "broken")]) == 0
     assert facts(read_lines(task / "runs" / "broken" / "metrics.jsonl")) == facts(
@@ -232,10 +219,8 @@ def changes(task: Path, name: str) -> list[tuple]:
 @pytest.mark.long
 def test_settings_change_from_the_next_step_on_and_are_recorded(task, monkeypatch, capsys):
     """Learning rate, KL coefficient, engine and number of steps; a change that was taken back never was."""
-    with monkeypatch.context() as patch:
-        stop_after(patch, 1)
-        with pytest.raises(Stop):
-            run(task, "rl", "run", "checkpoint.every=2")
+    with stopped_after_saving():
+        run(task, "rl", "run", "checkpoint.every=2")
     directory = str(task / "runs" / "run")
     with monkeypatch.context() as patch:  # fails before its first step, and is resumed otherwise
         patch.setattr("hotseat.loop.rl.phases.UpdatePhase.run", lambda *args: 1 / 0)
@@ -266,11 +251,9 @@ def test_settings_change_from_the_next_step_on_and_are_recorded(task, monkeypatc
 
 
 @pytest.mark.long
-def test_what_breaks_exactness_is_refused_unless_it_is_allowed(task, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        stop_after(patch, 1)
-        with pytest.raises(Stop):
-            run(task, "rl", "run", "checkpoint.every=2")
+def test_what_breaks_exactness_is_refused_unless_it_is_allowed(task, capsys):
+    with stopped_after_saving():
+        run(task, "rl", "run", "checkpoint.every=2")
     directory = str(task / "runs" / "run")
     assert main(["resume", directory, "algorithm.clip_high=0.3"]) == 2
     suggested = capsys.readouterr().err.partition("repeat the command with ")[2].split()
@@ -322,23 +305,11 @@ def test_a_directory_in_use_is_refused(task):
 
 
 @pytest.mark.long
-def test_without_a_checkpoint_a_run_starts_anew_and_nothing_is_counted_twice(uninterrupted, task, monkeypatch, capsys):
+def test_without_a_checkpoint_a_run_starts_anew_and_nothing_is_counted_twice(uninterrupted, task, capsys):
     """Scenario 21: said, not silent."""
-    from hotseat.loop.rl.phases import UpdatePhase
-
     task_of_whole, whole = uninterrupted("rl")
-    with monkeypatch.context() as patch:
-        update, count = UpdatePhase.run, []
-
-        def updating(self, *args):
-            count.append(1)
-            if len(count) == 3:
-                raise Stop
-            return update(self, *args)
-
-        patch.setattr(UpdatePhase, "run", updating)
-        with pytest.raises(Stop):
-            run(task, "rl", "early", "checkpoint.every=4")
+    with stopped_in_update(3):
+        run(task, "rl", "early", "checkpoint.every=4")
     records = run(task, "rl", "early", "checkpoint.every=4", "checkpoint.resume=true")
     assert "has no checkpoint to resume from: this run starts from its first step" in capsys.readouterr().out
     assert facts(records) == facts(read_lines(task_of_whole / "runs" / whole / "metrics.jsonl"))
@@ -458,10 +429,8 @@ def test_openrlhf_load_checkpoint_resumes(task, monkeypatch, capsys):
         *("--save_steps", "3", "--ckpt_path", f"{task}/ckpt", "--save_path", f"{task}/out", "--load_checkpoint"),
         *("--input_template", "{}"),
     ]
-    with monkeypatch.context() as patch:
-        stop_after(patch, 1)
-        with pytest.raises(Stop):
-            openrlhf("train_sft", command, {}, in_process)
+    with stopped_after_saving():
+        openrlhf("train_sft", command, {}, in_process)
     assert openrlhf("train_sft", command, {}, in_process) == 0
     assert "resuming from" in capsys.readouterr().out
     [same_run] = (task / "runs").iterdir()  # with its metrics, and the ids under which trackers know it

@@ -15,19 +15,15 @@ import pytest
 from environments import own_environment
 from loop_cases import make_task, rl_yaml
 from safetensors.torch import load_file
+from stopped_runs import stopped_after_saving
 
 from hotseat.cli.main import main
-from hotseat.config import Config, loads
+from hotseat.config import loads
 from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
-from hotseat.loop.state.saving import Saver
 from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow
-
-
-class Stop(Exception):
-    pass
 
 
 def weights(run: Path) -> dict:
@@ -40,23 +36,9 @@ def task(tmp_path_factory) -> Path:
     task = make_task(tmp_path_factory.mktemp("task"))
     options = ["train.num_episodes=2", "checkpoint.every=1"]
     start(loads(rl_yaml(task, name="whole"), options))
-    die_after_step_2(loads(rl_yaml(task, name="broken"), options))
+    with stopped_after_saving(2):
+        start(loads(rl_yaml(task, name="broken"), options))
     return task
-
-
-def die_after_step_2(config: Config) -> None:
-    save = Saver.save
-
-    def saving(self, step, *args):
-        path = save(self, step, *args)
-        if step == 2:
-            raise Stop
-        return path
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Saver, "save", saving)
-        with pytest.raises(Stop):
-            start(config)
 
 
 @pytest.fixture
@@ -206,7 +188,8 @@ def test_another_config_is_refused_key_by_key(task, broken, capsys, changes, mes
 def test_more_or_fewer_rows_are_refused(tmp_path, capsys):
     """Scenario 24: the file that the config names has changed."""
     task = make_task(tmp_path)
-    die_after_step_2(loads(rl_yaml(task), ["train.num_episodes=2", "checkpoint.every=2"]))
+    with stopped_after_saving():
+        start(loads(rl_yaml(task), ["train.num_episodes=2", "checkpoint.every=2"]))
     rows = (task / "prompts.jsonl").read_text().splitlines()
     (task / "prompts.jsonl").write_text("\n".join([*rows, rows[0].replace("1+2", "2+2")]))
     assert main(["resume", str(task / "runs" / "run")]) == 2

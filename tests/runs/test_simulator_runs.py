@@ -9,11 +9,11 @@ import random
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from loop_cases import make_task
+from stopped_runs import stopped_after_saving
 
 from hotseat.cli.main import main
 from hotseat.faults import VARIABLE, Fault
@@ -32,10 +32,6 @@ BASE = {
     "train": "{dtype: fp32, batch_size: 8, micro_batch_size: 8}",
     "seed": "3",
 }
-
-
-class Stop(Exception):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -117,25 +113,8 @@ def test_env_ranks_killed_at_20_random_points_change_nothing(task, tmp_path):
     assert weights_of(task / "runs" / "killed") == weights_of(calm)
 
 
-@contextmanager
-def stopped_after_saving(monkeypatch):
-    """Have the run in this context end right after its first checkpoint."""
-    from hotseat.loop.state.saving import Saver
-
-    save = Saver.save
-
-    def stopping(self, *args):
-        save(self, *args)
-        raise Stop
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Saver, "save", stopping)
-        with pytest.raises(Stop):
-            yield
-
-
-def test_resumed_equals_uninterrupted(task, one_stage, monkeypatch):
-    with stopped_after_saving(monkeypatch):
+def test_resumed_equals_uninterrupted(task, one_stage):
+    with stopped_after_saving():
         run(task, "broken", checkpoint="{every: 1, background: false}")
     assert main(["resume", str(task / "runs" / "broken"), "rollout.pipeline_stage_num=2"]) == 0
     assert weights_of(task / "runs" / "broken") == weights_of(one_stage)
@@ -172,8 +151,8 @@ def test_episodes_that_are_open_at_a_push_go_on_or_begin_again(task, in_flight):
 
 
 @pytest.mark.long
-def test_a_run_with_simulators_beside_training_is_resumed_to_the_same_bits(task, ahead, monkeypatch):
-    with stopped_after_saving(monkeypatch):
+def test_a_run_with_simulators_beside_training_is_resumed_to_the_same_bits(task, ahead):
+    with stopped_after_saving():
         run(
             task,
             "ahead-broken",

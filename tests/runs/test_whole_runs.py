@@ -8,6 +8,7 @@ import pytest
 from fault_cases import TWO_RANKS, Faulty, differences, make_faulty_task
 from loop_cases import REWARD, make_task, rl_yaml, sft_yaml
 from model_shells import NO_WEIGHTS
+from stopped_runs import stopped_after_saving
 
 from hotseat.cli.main import main
 from hotseat.config import load, loads
@@ -15,16 +16,11 @@ from hotseat.errors import RewardError, RunError, UserError
 from hotseat.faults import Fault
 from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
-from hotseat.loop.state.saving import Saver
 from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow
 
 HAS_MOUNTS = bool(shutil.which("unshare")) and not subprocess.run(["unshare", "-rm", "true"]).returncode
-
-
-class Stop(Exception):
-    pass
 
 
 def warnings_of(task) -> list[dict]:
@@ -97,18 +93,10 @@ def test_ranks_that_run_out_of_memory_end_the_run_and_it_resumes_with_smaller_mi
 
 
 @pytest.mark.parametrize("kind", ["rl", "sft"])
-def test_changed_contents_of_the_data_are_refused(task, monkeypatch, capsys, kind):
+def test_changed_contents_of_the_data_are_refused(task, capsys, kind):
     """Scenario 24: the same path, the same number of rows. Nothing that was recorded is touched."""
-    with monkeypatch.context() as patch:
-        save = Saver.save
-
-        def saving(self, *args):
-            save(self, *args)
-            raise Stop
-
-        patch.setattr(Saver, "save", saving)
-        with pytest.raises(Stop):
-            start(loads((rl_yaml if kind == "rl" else sft_yaml)(task, name="run"), ["checkpoint.every=1"]))
+    with stopped_after_saving():
+        start(loads((rl_yaml if kind == "rl" else sft_yaml)(task, name="run"), ["checkpoint.every=1"]))
     metrics = (task / "runs" / "run" / "metrics.jsonl").read_bytes()
     file = task / ("prompts.jsonl" if kind == "rl" else "examples.jsonl")
     file.write_text(file.read_text().replace("1+2", "2+2"))

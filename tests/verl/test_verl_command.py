@@ -12,7 +12,7 @@ from hotseat.cli.help_texts import EPILOGS
 from hotseat.cli.main import main as hotseat
 from hotseat.config import loads
 from hotseat.errors import DataError, RunError
-from hotseat.verl.shim import DIRECTORY, find_another_verl
+from hotseat.verl.shim import DIRECTORY, SHIM
 from hotseat.verl.verl_command import main
 
 ROOT = Path(__file__).parents[2]
@@ -176,4 +176,4 @@ def test_a_verl_in_editable_mode_is_found(tmp_path, monkeypatch):
             return importlib.util.spec_from_file_location(name, real) if name == "verl" else None
 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    assert find_another_verl() == str(real)
+    assert SHIM.find_another() == str(real)

@@ -124,6 +124,9 @@ class LaunchedRanks(WorkerGroup[SupervisedWorker]):
     def restart(self, rank: int) -> NoReturn:
         raise RunError(f"rank {rank} was started by a launcher, which alone can start it again")
 
+    def restart_all(self) -> NoReturn:
+        raise RunError("the ranks were started by a launcher, which alone can start them again")
+
     def close(self, *, grace_s: float = 5.0, idle_grace_s: float = 0.0) -> None:
         self._worker.close()
 

@@ -249,8 +249,9 @@ def test_a_holder_that_dies_while_parts_come_early_does_not_stop_the_next_phase(
     groups |= {"actor": Coming("actor", 1), "rollout": Dead("rollout", 1)}
     with scheduler.lease("rollout", "rollout"):
         pass
+    groups["actor"].taken()
     with scheduler.lease("update", "actor"):  # granted once the dead engine's process is gone
-        pass
+        assert groups["actor"].taken() == []  # it came while the engine was to leave, and is asked for nothing more
 
 
 @pytest.mark.parametrize("failing", ["actor", "rollout"])
@@ -488,7 +489,7 @@ def test_a_process_that_replaces_a_dead_one_may_hold_more_than_there_was() -> No
     """Its lease was granted when its weights were away; the new process has them."""
     used = [10 << 30]
     gone: set[int] = set()
-    scheduler, _ = make_scheduler(
+    scheduler, groups = make_scheduler(
         COLOCATED,
         "1x1",
         measure=lambda device: DeviceMemory(used[0]),
@@ -496,11 +497,13 @@ def test_a_process_that_replaces_a_dead_one_may_hold_more_than_there_was() -> No
     )
     with scheduler.lease("rollout", "rollout"):
         pass
+    groups["actor"].taken()
     gone.add(100)
     used[0] = 13 << 30
     scheduler.replaced("rollout", 0)
     with scheduler.lease("update", "actor"):  # granted once the dead engine's process is gone
-        pass
+        [(method, parts, _)] = groups["actor"].taken()
+        assert (method, sorted(parts)) == ("onload", ["gradients", "optimizer", "weights"])
 
 
 def test_a_process_without_devices_can_be_replaced_too() -> None:

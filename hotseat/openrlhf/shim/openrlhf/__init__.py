@@ -1,5 +1,5 @@
 """OpenRLHF's package, for `python -m openrlhf.cli.COMMAND` on Hotseat."""
 
-from hotseat.openrlhf.shim import refuse_another_openrlhf
+from hotseat.openrlhf.shim import SHIM
 
-refuse_another_openrlhf()
+SHIM.refuse_another()

@@ -1,5 +1,5 @@
 """RLinf's package: the names that its script for embodied tasks imports, on Hotseat."""
 
-from hotseat.rlinf.shim import refuse_another_rlinf
+from hotseat.rlinf.shim import SHIM
 
-refuse_another_rlinf()
+SHIM.refuse_another()

@@ -1,5 +1,5 @@
 """verl's package, for `python -m verl.trainer.main_ppo` on Hotseat."""
 
-from hotseat.verl.shim import refuse_another_verl
+from hotseat.verl.shim import SHIM
 
-refuse_another_verl()
+SHIM.refuse_another()
