@@ -19,7 +19,7 @@ OK, FAILED, REFUSED = 0, 1, 2
 _THREADS_S = 3.0
 _LOOK_EVERY_S = 0.25
 _WAITING = {("threading.py", "_shutdown"), ("thread.py", "_python_exit")}  # where Python waits for threads at its end
-__all__ = ["FAILED", "OK", "REFUSED", "STOPPED", "last_words", "leave", "reported"]
+__all__ = ["FAILED", "OK", "REFUSED", "STOPPED", "last_words", "leave", "reported", "show"]
 
 
 def reported(command: str, run: Callable[[], int]) -> int:
@@ -53,6 +53,16 @@ def _tell(error: Exception) -> None:
     from hotseat.deaths import comes_again
 
     tell(error=str(error).partition("\n")[0] or type(error).__name__, comes_again=comes_again(error))
+
+
+def show(text: str) -> None:
+    """Print a text that may be read through a pipe."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) has closed the pipe. Without this, Python would complain again at exit.
+        sys.stderr.close()
 
 
 def leave(code: int) -> NoReturn:

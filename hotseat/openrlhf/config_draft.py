@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from hotseat.cli.translation import Draft
 from hotseat.errors import Problem
 from hotseat.openrlhf.argv import CommandLine
 
 
 @dataclass
-class ConfigDraft:
-    """A config under construction, with everything that is noted about the command line."""
+class ConfigDraft(Draft):
+    """The draft of a command of OpenRLHF."""
 
     line: CommandLine
-    task: str
-    env: Mapping[str, str]
-    fields: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
-    ignored: dict[str, str] = field(default_factory=dict)  # flag or variable -> why it has no effect
-    problems: list[Problem] = field(default_factory=list)
-    missing: list[tuple[str, str]] = field(default_factory=list)  # required flag, message
+    task: str = field(kw_only=True)
     secrets: dict[str, str] = field(default_factory=dict, repr=False)  # environment variables
-
-    def ignore(self, because: str, *names: str) -> None:
-        """Note that flags have no effect, those of them that are on the command line."""
-        for name in filter(self.line.has, names):
-            self.ignored.setdefault(self.named(name), because)
-
-    def refuse(self, name: str, message: str) -> None:
-        problem = Problem(self.named(name), message)
-        if problem not in self.problems:
-            self.problems.append(problem)
 
     def named(self, name: str) -> str:
         return self.line.spelling(name)
-
-    def at_least(self, name: str, least: int) -> int:
-        """Return a flag's number; note a problem if it is below `least`."""
-        value = int(self.line[name])
-        if value < least:
-            self.refuse(name, f"given {value}, must be at least {least}")
-        return max(value, least)
 
     def number_from(self, variable: str) -> int | None:
         """Read a count from an environment variable; note a problem if it is none. (OpenRLHF fails on it later.)"""

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hotseat import clock, interrupts
-from hotseat.cli.ending import OK, leave, reported
-from hotseat.errors import UnsupportedError, UserError
+from hotseat.cli.ending import OK, leave, reported, show
+from hotseat.errors import UserError
 from hotseat.openmp import wait_passively
 from hotseat.openrlhf.argv import hide_secrets
 from hotseat.openrlhf.flags import TASKS
 
 if TYPE_CHECKING:
     from hotseat.config import Config
-    from hotseat.openrlhf.translate import Translation
+    from hotseat.openrlhf.translate import FlagTranslation
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -45,7 +45,7 @@ def _run(command: str, argv: Sequence[str], env: MutableMapping[str, str], start
     if any(token in ("-h", "--help") for token in argv):
         from hotseat.openrlhf.help import render_help
 
-        _show(render_help(command) + "\n")
+        show(render_help(command) + "\n")
         return OK
     from hotseat.openrlhf.translate import translate
 
@@ -53,33 +53,25 @@ def _run(command: str, argv: Sequence[str], env: MutableMapping[str, str], start
     launched = is_launched(command, env, translation.line["--local_rank"])
     speaks = not launched or _rank(env, translation.line["--local_rank"]) == 0
     if speaks:
-        for name, because in translation.no_effect:
-            print(f"no effect here: {name} because {because}", file=sys.stderr)
+        translation.show_no_effect()
     if translation.line.print_config:
         if speaks:
-            _show(translation.yaml)
+            show(translation.yaml)
         return OK
-    check_prerequisites(translation)
+    translation.check_prerequisites()
     begin(translation, env, launched, start or _start)
     return OK
 
 
-def _show(text: str) -> None:
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader (`| head`) has closed the pipe. Without this, Python would complain again at exit.
-        sys.stderr.close()
-
-
-def begin(translation: Translation, env: MutableMapping[str, str], launched: bool, start: Callable[..., Any]) -> None:
+def begin(
+    translation: FlagTranslation, env: MutableMapping[str, str], launched: bool, start: Callable[..., Any]
+) -> None:
     """Start the run. Secrets are passed in the environment."""
     env.update(translation.secrets)
     try:
         start(translation.config, launched=launched)
     except UserError as error:
-        raise UserError(translation.in_flags(str(error))) from error
+        raise UserError(translation.rename_keys(str(error))) from error
 
 
 def _start(config: Config, launched: bool) -> None:
@@ -96,19 +88,3 @@ def is_launched(command: str, env: Mapping[str, str], local_rank: int = -1) -> b
 def _rank(env: Mapping[str, str], local_rank: int) -> int:
     text = env.get("RANK", "")
     return int(text) if text.isdecimal() else max(local_rank, 0)
-
-
-def check_prerequisites(translation: Translation) -> None:
-    """Raise one error that lists everything that keeps the run from starting."""
-    text = ""
-    if translation.missing:
-        text = "this run cannot start:\n" + _listed(translation.missing)
-    if translation.unsupported:
-        text += "not part of this version:\n" + _listed(translation.unsupported)
-        text += "--print_config prints the config nevertheless"
-    if text:
-        raise (UserError if translation.missing else UnsupportedError)(text.rstrip())
-
-
-def _listed(pairs: Sequence[tuple[str, str]]) -> str:
-    return "".join(f"  {name}: {text}\n" for name, text in pairs)

@@ -6,10 +6,10 @@ Each function takes the draft, sets fields and notes keys without effect. `DERIV
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from hotseat.errors import Problem
+from hotseat.cli.translation import Draft
 from hotseat.verl.overrides import HydraLine
 from hotseat.verl.verl_keys import VLLM_ARGUMENTS, above_zero
 
@@ -58,25 +58,10 @@ _REWARD_SOURCES = (
 
 
 @dataclass
-class VerlDraft:
-    """A config under construction, with everything that is noted about the command line."""
+class VerlDraft(Draft):
+    """The draft of a command of verl."""
 
     line: HydraLine
-    env: Mapping[str, str]
-    fields: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
-    ignored: dict[str, str] = field(default_factory=dict)  # key -> why it has no effect
-    problems: list[Problem] = field(default_factory=list)
-    missing: list[tuple[str, str]] = field(default_factory=list)  # required key, message
-
-    def ignore(self, name: str, because: str) -> None:
-        """Note that a key has no effect, if it is on the command line."""
-        if self.line.has(name):
-            self.ignored.setdefault(self.line.spelling(name), because)
-
-    def refuse(self, name: str, message: str) -> None:
-        problem = Problem(self.line.spelling(name), message)
-        if problem not in self.problems:
-            self.problems.append(problem)
 
     def chosen(self, name: str, words: Mapping[str, Any], instead: str = "") -> Any:
         """Return what a key's word stands for; refuse one that is not there, and return the first one's meaning."""
@@ -85,13 +70,6 @@ class VerlDraft:
             text = f"given {word!r}, must be one of {', '.join(words)}"
             self.refuse(name, f"{text}: {instead}" if instead else text)
         return words.get(word, next(iter(words.values())))
-
-    def at_least(self, name: str, least: int) -> int:
-        """Return a key's number; note a problem if it is below `least`."""
-        value = int(self.line[name])
-        if value < least:
-            self.refuse(name, f"given {value}, must be at least {least}")
-        return max(value, least)
 
 
 def has_critic(line: HydraLine) -> bool:
@@ -157,7 +135,7 @@ def _engine(draft: VerlDraft) -> None:
     if engine_of(draft) == "vllm":
         draft.fields["rollout.tensor_parallel_size"] = draft.at_least(size, 1)
     else:
-        draft.ignore(size, "the transformers engine runs once on each of the actor's devices")
+        draft.ignore("the transformers engine runs once on each of the actor's devices", size)
 
 
 def _engine_arguments(draft: VerlDraft) -> None:
@@ -167,7 +145,7 @@ def _engine_arguments(draft: VerlDraft) -> None:
     given |= line.section(f"{_ROLLOUT}.engine_kwargs.vllm")
     if engine_of(draft) != "vllm":
         for name in (*names, f"{_ROLLOUT}.engine_kwargs.vllm"):
-            draft.ignore(name, f"the engine is {engine_of(draft)}")
+            draft.ignore(f"the engine is {engine_of(draft)}", name)
     elif given:
         draft.fields["rollout.engine_args"] = given
 
@@ -184,10 +162,10 @@ def _offload(draft: VerlDraft) -> None:
             because = "another key offloads the model between phases"
         for name in names:
             if not line[name]:
-                draft.ignore(name, because)
+                draft.ignore(because, name)
     free = f"{_ROLLOUT}.free_cache_engine"
     if not _has_devices(draft):
-        draft.ignore(free, "there are no devices whose memory engines and trainer share")
+        draft.ignore("there are no devices whose memory engines and trainer share", free)
     else:
         fields["rollout.enable_offload"] = line[free]
 
@@ -218,20 +196,20 @@ def _sequence_parallelism(draft: VerlDraft) -> None:
     draft.fields["train.sequence_parallel_size"] = max(draft.at_least(name, 1) for name in names)
     for name, other in (names, names[::-1]):
         if draft.line[name] < draft.line[other]:
-            draft.ignore(name, f"{other} is {draft.line[other]}")
+            draft.ignore(f"{other} is {draft.line[other]}", name)
 
 
 def _determinism(draft: VerlDraft) -> None:
     names = (f"{_ACTOR}.fsdp_config.full_determinism", f"{_ROLLOUT}.full_determinism")
     draft.fields["train.full_determinism"] = any(draft.line[name] for name in names)
     if draft.line[names[0]] and not draft.line[names[1]]:
-        draft.ignore(names[1], f"{names[0]} is true, for trainer and engines")
+        draft.ignore(f"{names[0]} is true, for trainer and engines", names[1])
 
 
 def _compile(draft: VerlDraft) -> None:
     name = f"{_ACTOR}.use_torch_compile"
     if draft.line[name]:
-        draft.ignore(name, "layers are compiled on a GPU wherever there is a compiler")
+        draft.ignore("layers are compiled on a GPU wherever there is a compiler", name)
     else:
         draft.fields["train.compile"] = False
 
@@ -242,7 +220,7 @@ def _attention(draft: VerlDraft) -> None:
     if chosen is not None and not chosen.startswith("flash_attention"):
         draft.fields["train.attention"] = chosen
     else:
-        draft.ignore(name, "attention is torch's own, with its flash kernels on GPUs in 16 bits")
+        draft.ignore("attention is torch's own, with its flash kernels on GPUs in 16 bits", name)
 
 
 # --- models, batches and lengths --------------------------------------------------------------------------------------
@@ -268,7 +246,7 @@ def _remote_code(draft: VerlDraft) -> None:
     draft.fields["trust_remote_code"] = any(draft.line[name] for name in names)
     for name, other in (names, names[::-1]):
         if draft.line[other] and not draft.line[name]:
-            draft.ignore(name, f"{other} is true, for model and tokenizer")
+            draft.ignore(f"{other} is true, for model and tokenizer", name)
 
 
 def _batches(draft: VerlDraft) -> None:
@@ -310,12 +288,12 @@ def _micro_batches(draft: VerlDraft) -> None:
         size = f"{dynamic.rpartition('.')[0]}.{size}"
         if draft.line[dynamic]:
             draft.fields[f"{section}.max_tokens_per_device"] = draft.line[budget]
-            draft.ignore(size, f"{dynamic} is true, so micro-batches are cut by tokens")
+            draft.ignore(f"{dynamic} is true, so micro-batches are cut by tokens", size)
         else:
             draft.fields[f"{section}.micro_batch_size"] = draft.line[size] or "auto"
-            draft.ignore(budget, f"{dynamic} is false")
+            draft.ignore(f"{dynamic} is false", budget)
             if draft.line[size] is None:
-                draft.ignore(dynamic, "micro-batches are as large as fits on the device")
+                draft.ignore("micro-batches are as large as fits on the device", dynamic)
 
 
 def _lengths(draft: VerlDraft) -> None:
@@ -338,7 +316,7 @@ def _optimizer(role: str, section: str) -> Callable[[VerlDraft], None]:
             draft.refuse(given[-1], f"given {norms[-1]}, and {given[0]} is {norms[0]}: give one of them")
         scheduler = f"{optim}.warmup_style" if line[f"{optim}.warmup_style"] else f"{optim}.lr_scheduler_type"
         if scheduler.endswith("warmup_style"):
-            draft.ignore(f"{optim}.lr_scheduler_type", f"{scheduler} is given")
+            draft.ignore(f"{scheduler} is given", f"{optim}.lr_scheduler_type")
         schedule = draft.chosen(scheduler, {"constant": "constant", "cosine": "cosine"})
         draft.fields[f"{at}.schedule"] = schedule
         draft.fields[f"{at}.warmup_ratio"] = line[f"{optim}.lr_warmup_steps_ratio"]
@@ -357,7 +335,7 @@ def _estimator(draft: VerlDraft) -> None:
     if fields["algorithm.estimator"] == "group_norm":
         fields["algorithm.std_norm"] = line[name]
     else:
-        draft.ignore(name, f"algorithm.adv_estimator is {line['algorithm.adv_estimator']}, not grpo")
+        draft.ignore(f"algorithm.adv_estimator is {line['algorithm.adv_estimator']}, not grpo", name)
     # Rewards are clipped by default; verl never clips them.
     fields["reward.clip"] = None
 
@@ -369,7 +347,7 @@ def _idle(draft: VerlDraft) -> None:
         if because is not None:
             draft.ignored.setdefault(argument.spelling, because)
     if not has_critic(draft.line):
-        draft.ignore("trainer.critic_warmup", idle_parts(draft.line)["critic"])
+        draft.ignore(idle_parts(draft.line)["critic"], "trainer.critic_warmup")
 
 
 def _critic(draft: VerlDraft) -> None:
@@ -381,7 +359,7 @@ def _critic(draft: VerlDraft) -> None:
             f"given {str(given).lower()}, and algorithm.adv_estimator {estimator} has"
             f" {'a' if is_there else 'no'} critic: leave it out",
         )
-    draft.ignore("critic.enable", f"algorithm.adv_estimator {estimator} says it")
+    draft.ignore(f"algorithm.adv_estimator {estimator} says it", "critic.enable")
 
 
 def _clip(draft: VerlDraft) -> None:
@@ -393,7 +371,7 @@ def _clip(draft: VerlDraft) -> None:
         is_used |= value is None
         draft.fields[f"algorithm.clip_{side}"] = line[both] if value is None else value
     if not is_used:
-        draft.ignore(both, "clip_ratio_low and clip_ratio_high are set, by verl's defaults to 0.2: give those")
+        draft.ignore("clip_ratio_low and clip_ratio_high are set, by verl's defaults to 0.2: give those", both)
 
 
 def _loss(draft: VerlDraft) -> None:
@@ -405,12 +383,12 @@ def _loss(draft: VerlDraft) -> None:
     fields["algorithm.policy_loss"] = loss
     fields["algorithm.dual_clip"] = line[dual] if loss == "ppo" else None
     if loss != "ppo":
-        draft.ignore(dual, f"{mode} is {line[mode]}, which has no dual clip")
+        draft.ignore(f"{mode} is {line[mode]}, which has no dual clip", dual)
     fields["algorithm.aggregation"] = "sequence_mean" if loss == "gspo" else draft.chosen(how, AGGREGATIONS)
     if loss == "gspo":
-        draft.ignore(how, f"{mode} is gspo, whose loss is the mean of its sequences' means")
+        draft.ignore(f"{mode} is gspo, whose loss is the mean of its sequences' means", how)
     if fields["algorithm.aggregation"] != "constant":
-        draft.ignore(scale, f"{how} is {line[how]}")
+        draft.ignore(f"{how} is {line[how]}", scale)
     elif line[scale] not in (None, line["data.max_response_length"]):
         text = "the constant is the length of the longest answer: give data.max_response_length, or null"
         draft.refuse(scale, f"given {line[scale]}: {text}")
@@ -420,12 +398,12 @@ def _entropy(draft: VerlDraft) -> None:
     """Compute the entropy only where it is asked for: verl's coefficient is 0 by default."""
     coefficient, only = f"{_ACTOR}.entropy_coeff", f"{_ACTOR}.calculate_entropy"
     if draft.line[coefficient]:
-        draft.ignore(only, f"{coefficient} is not 0, so the entropy is computed in any case")
+        draft.ignore(f"{coefficient} is not 0, so the entropy is computed in any case", only)
     is_computed = draft.line[coefficient] or draft.line[only]
     draft.fields["algorithm.entropy_coef"] = float(draft.line[coefficient]) if is_computed else None
     if not is_computed:
         for name in (coefficient, only):
-            draft.ignore(name, f"{coefficient} is 0, so there is no bonus, and the entropy is not computed")
+            draft.ignore(f"{coefficient} is 0, so there is no bonus, and the entropy is not computed", name)
 
 
 def _kl(draft: VerlDraft) -> None:
@@ -440,10 +418,10 @@ def _kl(draft: VerlDraft) -> None:
         )
     if not line[in_reward]:
         for name in (*of_reward, *of_target):
-            draft.ignore(name, f"{in_reward} is false")
+            draft.ignore(f"{in_reward} is false", name)
     if not line[as_loss]:
         for name in of_loss:
-            draft.ignore(name, f"{as_loss} is false")
+            draft.ignore(f"{as_loss} is false", name)
     fields["algorithm.kl.coef"] = 0.0
     if line[in_reward]:
         fields["algorithm.kl.coef"] = line["algorithm.kl_ctrl.kl_coef"]
@@ -453,7 +431,7 @@ def _kl(draft: VerlDraft) -> None:
             fields["algorithm.kl.horizon"] = line["algorithm.kl_ctrl.horizon"]
         else:
             for name in of_target:
-                draft.ignore(name, "algorithm.kl_ctrl.type is fixed")
+                draft.ignore("algorithm.kl_ctrl.type is fixed", name)
     elif line[as_loss]:
         fields["algorithm.kl.coef"] = line[of_loss[0]]
         fields["algorithm.kl.as_loss"] = True
@@ -468,8 +446,8 @@ def _correction(draft: VerlDraft) -> None:
     at = "algorithm.rollout_correction"
     weights, bounds = f"{at}.rollout_is", f"{at}.rollout_is_threshold"
     if line[weights] is None:
-        draft.ignore(bounds, f"{weights} is null")
-        draft.ignore(f"{at}.rollout_is_batch_normalize", f"{weights} is null")
+        draft.ignore(f"{weights} is null", bounds)
+        draft.ignore(f"{weights} is null", f"{at}.rollout_is_batch_normalize")
     else:
         capped, dropped = draft.chosen(weights, CORRECTIONS)
         low, high = _bounds(draft, bounds)
@@ -477,7 +455,7 @@ def _correction(draft: VerlDraft) -> None:
         fields["algorithm.correction.low"], fields["algorithm.correction.high"] = low or 0.0, high
     rejects, limits = f"{at}.rollout_rs", f"{at}.rollout_rs_threshold"
     if line[rejects] is None:
-        draft.ignore(limits, f"{rejects} is null")
+        draft.ignore(f"{rejects} is null", limits)
         return
     fields["algorithm.correction.reject"] = draft.chosen(rejects, REJECTIONS)
     if line[limits] is None:
@@ -526,15 +504,15 @@ def _files(draft: VerlDraft) -> None:
     files = paths_of(draft, "data.val_files")
     if files is None:
         for name in (every, first):
-            draft.ignore(name, "data.val_files is null, so nothing is evaluated")
+            draft.ignore("data.val_files is null, so nothing is evaluated", name)
     elif line[every] <= 0 and not line[first]:
-        draft.ignore("data.val_files", f"{every} is {line[every]} and {first} is false, so nothing is evaluated")
+        draft.ignore(f"{every} is {line[every]} and {first} is false, so nothing is evaluated", "data.val_files")
     else:
         fields["eval.path"] = files
         fields["eval.every"] = above_zero(line[every])
-        draft.ignore(first, "what is evaluated at all is also evaluated before the first step")
+        draft.ignore("what is evaluated at all is also evaluated before the first step", first)
         if line[every] <= 0:
-            draft.ignore(every, "nothing is evaluated in between")
+            draft.ignore("nothing is evaluated in between", every)
 
 
 def _overlong_prompts(draft: VerlDraft) -> None:
@@ -542,7 +520,7 @@ def _overlong_prompts(draft: VerlDraft) -> None:
     drops, cut = draft.line["data.filter_overlong_prompts"], draft.line["data.truncation"]
     draft.fields["data.max_lost_fraction"] = 1.0 if drops else 0.0
     if drops:
-        draft.ignore("data.truncation", "data.filter_overlong_prompts is true, so no prompt is too long")
+        draft.ignore("data.filter_overlong_prompts is true, so no prompt is too long", "data.truncation")
     elif cut != "error":
         draft.refuse(
             "data.truncation",
@@ -557,8 +535,8 @@ def _images(draft: VerlDraft) -> None:
         draft.fields["data.image_key"] = draft.line["data.image_key"]
         draft.fields["data.max_images_per_prompt"] = 1 if draft.line[most] is None else draft.at_least(most, 1)
     else:
-        draft.ignore(most, "data.image_key is not given, so prompts are texts")
-        draft.ignore("data.image_key", "it is null, so prompts are texts")
+        draft.ignore("data.image_key is not given, so prompts are texts", most)
+        draft.ignore("it is null, so prompts are texts", "data.image_key")
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -571,18 +549,18 @@ def _reward(draft: VerlDraft) -> None:
     own = [key for key in _REWARD_SOURCES if line.own.get(key)]
     if own:
         for each in ("reward.custom_reward_function.path", name, kwargs, built_in):
-            draft.ignore(each, f"hotseat.{own[0]} says where rewards come from")
+            draft.ignore(f"hotseat.{own[0]} says where rewards come from", each)
     elif path is None:
         fields["reward.function"] = BUILT_IN_REWARD
         fields["reward.kwargs"] = line.section(built_in)
         for each in (name, kwargs):
-            draft.ignore(each, "reward.custom_reward_function.path is null, so verl's scoring by data_source is used")
+            draft.ignore("reward.custom_reward_function.path is null, so verl's scoring by data_source is used", each)
     else:
         if not str(path).endswith(".py"):
             draft.refuse("reward.custom_reward_function.path", f"given {path!r}, must be a Python file, FILE.py")
         fields["reward.function"] = f"{path}:{line[name] or 'compute_score'}"
         fields["reward.kwargs"] = line.section(kwargs)
-        draft.ignore(built_in, "reward.custom_reward_function.path is given")
+        draft.ignore("reward.custom_reward_function.path is given", built_in)
 
 
 def _overlong_answers(draft: VerlDraft) -> None:
@@ -597,8 +575,8 @@ def _overlong_answers(draft: VerlDraft) -> None:
         return
     because = f"{at}.enable is false" if has_penalty else f"{manager} is {line[manager]}, not dapo"
     for leaf in ("enable", "len", "penalty_factor"):
-        draft.ignore(f"{at}.{leaf}", because)
-    draft.ignore(manager, "a function scores each answer, and no penalty is added")
+        draft.ignore(because, f"{at}.{leaf}")
+    draft.ignore("a function scores each answer, and no penalty is added", manager)
 
 
 # --- checkpoints and logs ---------------------------------------------------------------------------------------------
@@ -611,7 +589,7 @@ def _checkpoints(draft: VerlDraft) -> None:
     fields["checkpoint.every"] = above_zero(line[every])
     if line[every] <= 0:
         fields["checkpoint.every_minutes"] = 0.0
-        draft.ignore(every, "it is not above 0, so no checkpoint is made")
+        draft.ignore("it is not above 0, so no checkpoint is made", every)
     fields["checkpoint.keep_last"] = MANY if line[kept] is None else draft.at_least(kept, 1)
     text = "give auto, with the folder of the checkpoints as trainer.default_local_dir"
     fields["checkpoint.resume"] = draft.chosen("trainer.resume_mode", {"auto": True, "disable": False}, text)

@@ -321,7 +321,7 @@ def test_what_works_fields_out_exists_and_sets_only_what_the_table_says():
     beyond = {"cluster.component_placement", "agent.max_concurrent"}
     for command in COMMANDS:
         for name in {flag.by for flag in COMMANDS[command] if flag.by}:
-            draft = ConfigDraft(parse(command, []), TASKS[command], {})
+            draft = ConfigDraft(parse(command, []), {}, task=TASKS[command])
             DERIVED[name](draft)
             said = {key for flag in COMMANDS[command] if flag.by == name for key in flag.sets}
             assert set(draft.fields) <= said | beyond, name

@@ -199,7 +199,7 @@ def test_openrlhfs_commands_resume_the_same_way():
     refused = translate("train_sft", other, {})
     with pytest.raises(UserError, match="train.batch_size: 128 when") as caught:
         changes_between(then, refused.config)
-    said = refused.in_flags(str(caught.value))
+    said = refused.rename_keys(str(caught.value))
     assert "  --train_batch_size: 128 when the checkpoint was written, now 64" in said
     assert said.endswith("repeat the command with --allow_change train.batch_size")  # which takes a key, not a flag
     allowed = translate("train_sft", [*other, *said.partition("command with ")[2].split()], {}).config

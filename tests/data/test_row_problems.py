@@ -153,4 +153,4 @@ def test_openrlhfs_commands_only_warn_unless_they_are_told():
     assert translate("train_sft", line, {}).config.data.max_lost_fraction == 1.0
     made = translate("train_sft", [*line, "--max_lost_fraction", "0.1"], {})
     assert made.config.data.max_lost_fraction == 0.1
-    assert "raise --max_len" in made.in_flags("raise data.max_length")
+    assert "raise --max_len" in made.rename_keys("raise data.max_length")

@@ -294,10 +294,10 @@ def test_a_key_of_our_own_config_comes_last():
 def test_messages_about_the_config_are_in_verls_keys():
     found = translate([f"{ROLLOUT}.name=vllm", *GRPO], {})
     assert found.missing == [("actor_rollout_ref.model.path", "not set: give a checkpoint directory or a hub name")]
-    said = found.in_keys("set eval.path or rollout.top_p, or data.sampler")
+    said = found.rename_keys("set eval.path or rollout.top_p, or data.sampler")
     assert said == f"set data.val_files or {ROLLOUT}.top_p, or hotseat.data.sampler"
     # A mini-batch of verl counts prompts, and a share of rows is none of its keys.
-    assert found.in_keys("train.batch_size, data.max_lost_fraction") == (
+    assert found.rename_keys("train.batch_size, data.max_lost_fraction") == (
         "hotseat.train.batch_size, hotseat.data.max_lost_fraction"
     )
 
