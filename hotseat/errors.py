@@ -185,4 +185,4 @@ class CheckpointError(RunError):
 
 
 class TakenOverError(CheckpointError):
-    """Another process writes the checkpoints of this run to the same storage now."""
+    """Raised where another process writes the checkpoints of this run to the same storage now."""

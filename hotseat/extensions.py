@@ -45,7 +45,7 @@ AGENT_FORMS = (
     ),
 )
 # Adds to a step's metrics those of OpenRLHF's names (`log.openrlhf_names`).
-METRIC_NAMES = "hotseat.openrlhf.metric_names:with_openrlhf_names"
+METRIC_NAMES = "hotseat.openrlhf.metric_aliases:with_openrlhf_names"
 # Files of this package whose `install` makes importable what reward files of other frameworks import.
 REWARD_HELPERS = ("openrlhf/helpers.py",)
 REWARD_FORMS = (

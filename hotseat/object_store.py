@@ -50,9 +50,9 @@ class ObjectStore:
         """Return the names of all files below a folder, with their bytes."""
         with _explained(self.url), suppress(FileNotFoundError):
             root = self._at(folder)
-            found = self._fs.find(root, detail=True)
+            files = self._fs.find(root, detail=True)
             start = len(self._root) + 1
-            return {str(name)[start:]: int(facts["size"] or 0) for name, facts in found.items()}
+            return {str(name)[start:]: int(facts["size"] or 0) for name, facts in files.items()}
         return {}
 
     def put(self, file: Path, name: str, moved: Callable[[int], object] = lambda num_bytes: None) -> None:
@@ -145,11 +145,11 @@ def _file_system(protocol: str) -> Any:
 def _callback(moved: Callable[[int], object]) -> Any:
     from fsspec.callbacks import Callback
 
-    class Moved(Callback):
+    class Progress(Callback):
         def relative_update(self, inc: int = 1) -> None:
             moved(inc)
 
-    return Moved()
+    return Progress()
 
 
 @contextmanager

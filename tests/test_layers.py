@@ -124,7 +124,7 @@ ROWS_OF = {
         ("flags",),
         ("flag",),
         ("@agents",),
-        ("@shim", "helpers", "metric_names"),
+        ("@shim", "helpers", "metric_aliases"),
     ),
     "openrlhf/agents": (
         ("__init__",),
@@ -176,7 +176,7 @@ ROWS_OF = {
     "cluster/on_ray": (
         ("__init__",),
         ("ray_runtime",),
-        ("launching", "nodes"),
+        ("launching", "node_processes"),
         ("ray_group", "reservation"),
         ("connection", "daemons", "relays"),
         ("template",),

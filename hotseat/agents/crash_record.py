@@ -27,7 +27,7 @@ _EXIT_BYTES = 1024
 
 @dataclass(frozen=True)
 class Strike:
-    """What is known of the processes that ended with an episode. how: the last one did."""
+    """Facts about the processes that ended with an episode. how: the last one did."""
 
     times: int
     how: str

@@ -1,4 +1,4 @@
-"""What the code of agents prints, by episode: kept in a file of the run, and bounded."""
+"""Output of the code of agents, by episode: kept in a file of the run, and bounded."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class EpisodeOutput:
 
 
 class _EpisodeStream(io.TextIOBase):
-    """In place of a standard stream: what is written in an episode goes to its log, all else where it went before.
+    """A standard stream that sends what is written in an episode to its log, and all else where it went before.
 
     has_echo: it goes there too, up to a bound.
     """

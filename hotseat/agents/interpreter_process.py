@@ -58,7 +58,7 @@ class _Episode:
         self.connection, self.pid, self.handle = connection, pid, handle
 
 
-class Interpreter:
+class ForkingInterpreter:
     """Forks a process for each episode. `serve` returns in each of them, with what it is to run."""
 
     def __init__(self, control: socket.socket, kept: int):
@@ -290,7 +290,7 @@ def _main() -> None:
     script = first["script"]
     sys.path[0] = os.path.dirname(script)
     _load(first["modules"])
-    interpreter = Interpreter(control, first["kept"])
+    interpreter = ForkingInterpreter(control, first["kept"])
     problem = interpreter.problem()
     control.sendall(json.dumps({"problem": problem}).encode() + b"\n")
     if problem is not None:

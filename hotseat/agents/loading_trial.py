@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hotseat.processes.child import Channel
+    from hotseat.processes.child import FrameChannel
 
 # With one of these a file may make names that the check would miss.
 _MAKES_NAMES = {"exec", "eval", "globals", "setattr", "NameError"}
@@ -122,7 +122,7 @@ def problem_of(file: str, name: str | None) -> dict[str, Any]:
     return {"problem": "; ".join(listed[:3]) or None, "absent": False, "note": note}
 
 
-def main(channel: Channel, task: dict[str, Any]) -> None:
+def main(channel: FrameChannel, task: dict[str, Any]) -> None:
     signal.alarm(task["limit_s"])
     sys.path[:] = task["path"]
     channel.send(problem_of(task["file"], task["name"]))

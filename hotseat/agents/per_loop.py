@@ -1,4 +1,4 @@
-"""What an agent keeps for each event loop that plays its episodes."""
+"""Objects that an agent keeps for each event loop that plays its episodes."""
 
 from __future__ import annotations
 

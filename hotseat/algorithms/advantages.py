@@ -304,8 +304,8 @@ def compute_advantages(
         groups = groups.to(rewards.device)
         compare = partial(_compared, function, groups, alive, rewards.dtype)
         if facts.compares_episodes:
-            given = {"parts": parts or {}, "part_weights": part_weights or {}}
-            rewards = _compared_episodes(function, layout, rewards, groups, log_probs, given)
+            by_part = {"parts": parts or {}, "part_weights": part_weights or {}}
+            rewards = _compared_episodes(function, layout, rewards, groups, log_probs, by_part)
             if facts.normalisation == "episodes" and over_batch is None:
                 rewards = normalise_by(rewards, alive, add_up(moments(rewards, alive)), with_std=divide_by_std)
         elif turn_rewards is None or turns is None:

@@ -77,8 +77,8 @@ def divergence(log_p: Tensor, log_q: Tensor, how: Divergence) -> Tensor:
     """Compute the divergence of each row from log-probs of all classes: [num_rows, num_classes] -> [num_rows]."""
     entry = divergence_entry(how.kind)
     options = {"beta": how.beta} if entry.has_beta else {}
-    found: Tensor = load(entry.function)(log_p, log_q, **options)
-    return found
+    by_row: Tensor = load(entry.function)(log_p, log_q, **options)
+    return by_row
 
 
 def divergence_from_logits(logits: Tensor, teacher_logits: Tensor, how: Divergence) -> Tensor:

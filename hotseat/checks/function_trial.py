@@ -98,8 +98,8 @@ def estimator_problem(
         sizes = lengths[: len(rewards)]
         log_probs = -torch.arange(1.0, int(sizes.sum()) + 1) / 8
         parts = {name: torch.tensor(rewards).double() for name in part_weights}
-        given = (torch.tensor(rewards), torch.tensor(groups), sizes.clone(), log_probs, parts, part_weights)
-        return call_estimator(function, *given)
+        arguments = (torch.tensor(rewards), torch.tensor(groups), sizes.clone(), log_probs, parts, part_weights)
+        return call_estimator(function, *arguments)
 
     advantages = call([0.0, 1.0, 1.0, 0.5, 0.25], [0, 0, 1, 1, 1])
     problem = _tensor_problem(advantages, 5, "episode")

@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection
 
 from hotseat.checks import (
     capabilities,
+    checkpoint_urls,
     hub,
     model_configs,
     named_files,
     nodes,
     opened_ports,
     plans,
-    remote_checkpoints,
     reward_columns,
     reward_sources,
     reward_trial,
@@ -55,7 +55,7 @@ CONFIG_AND_FILES: Stage[CheckContext] = (
     named_files.unsupported_features,
 )
 RUN_DIRECTORY: Stage[CheckContext] = (run_directory.is_free,)
-HUB: Stage[CheckContext] = (hub.push, hub.models_and_data, remote_checkpoints.place)
+HUB: Stage[CheckContext] = (hub.push, hub.models_and_data, checkpoint_urls.place)
 # The user's code runs for the first time, and servers are connected to.
 USER_CODE: Stage[CheckContext] = (reward_sources.servers, reward_trial.reward_functions, reward_sources.sandbox)
 PACKAGES: Stage[CheckContext] = (capabilities.optional_packages,)

@@ -13,7 +13,7 @@ from hotseat.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hotseat.checks.machine import Finding
+    from hotseat.checks.findings import Finding
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run_check(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from hotseat.checks.machine import findings
+    from hotseat.checks.findings import findings
 
     console = Console(width=120)
     if arguments.cluster is not None:

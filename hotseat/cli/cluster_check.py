@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hotseat.checks.machine import Finding
+from hotseat.checks.findings import Finding
 from hotseat.checks.nodes import MOST_CLOCK_SKEW_S
 from hotseat.errors import HotseatError, UserError
 from hotseat.placement.locate import Process

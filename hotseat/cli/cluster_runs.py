@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
-from hotseat.checks.machine import Finding
+from hotseat.checks.findings import Finding
 
 STEPS = 2
 MOST_WEIGHT_GAP = 1e-3  # of the largest weight of a tensor, between ways to train in fp32

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotseat import __version__, clock, interrupts
-from hotseat.cli import check_command, completion, help_texts, launch, new, offline_arguments, serving
+from hotseat.cli import check_command, completion, help_texts, launch_command, new, offline_arguments, serving
 from hotseat.cli.ending import OK, REFUSED, leave, reported
 from hotseat.errors import UserError
 from hotseat.openmp import wait_passively
@@ -126,8 +126,8 @@ def _add_runs(commands: _Commands, command: str) -> None:
     run = _command(commands, "run", _run, "train: run a config to its end")
     _add_config_arguments(run)
 
-    launch.add_arguments(
-        _command(commands, "launch", launch.run_slurm, "print a script that runs a config on a cluster")
+    launch_command.add_arguments(
+        _command(commands, "launch", launch_command.run_slurm, "print a script that runs a config on a cluster")
     )
 
     resume = _command(commands, "resume", _resume, "resume a run from its newest checkpoint")

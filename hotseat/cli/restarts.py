@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from hotseat.cli.ending import REFUSED
 from hotseat.interrupts import STOPPED
-from hotseat.processes.kept_driver import DriverEnd, Keeper, Restart, show_cursor
+from hotseat.processes.kept_driver import DriverEnd, DriverKeeper, Restart, show_cursor
 from hotseat.processes.supervisor import clean_up
 
 # Exit code of a command whose run died and would continue if it were started again: EX_TEMPFAIL of sysexits.h.
@@ -26,7 +26,7 @@ COMMANDS = ("run", "resume")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class DriverVerdict:
     """Meaning of an end of a driver. text: why it died, if it did."""
 
     kind: Literal["over", "death", "comes again"]
@@ -43,7 +43,7 @@ def keep(argv: Sequence[str]) -> list[str]:
 
     In the process of the command it ends by SystemExit.
     """
-    keeper, book, arguments = Keeper(), Book(), list(argv)
+    keeper, book, arguments = DriverKeeper(), Book(), list(argv)
     while True:
         end = keeper.run(tuple(book.restarts))
         if end is None:
@@ -69,25 +69,25 @@ def keep(argv: Sequence[str]) -> list[str]:
         arguments = book.arguments
 
 
-def judge(end: DriverEnd, *, is_restart: bool = False) -> Verdict:
+def judge(end: DriverEnd, *, is_restart: bool = False) -> DriverVerdict:
     """Say what an end of a driver means. A driver that ends in order announces that as its last fact.
 
     What is refused at a restart was accepted before: something has changed around the run, such as a node that is lost.
     """
     error = end.facts.get("error")
     if error is not None:
-        return Verdict("comes again" if end.facts["comes_again"] else "death", error)
+        return DriverVerdict("comes again" if end.facts["comes_again"] else "death", error)
     if is_restart and end.facts.get("over") == REFUSED:
-        return Verdict("death", "it could not begin again")
+        return DriverVerdict("death", "it could not begin again")
     if "over" in end.facts or end.code == STOPPED:  # a second Ctrl-C ends it at once
-        return Verdict("over")
+        return DriverVerdict("over")
     if end.code < 0:
         name = signal.Signals(-end.code).name
         hint = " (if nobody did that, memory may have run out)" if end.code == -signal.SIGKILL else ""
-        return Verdict("death", f"its driver was ended by {name}{hint}")
+        return DriverVerdict("death", f"its driver was ended by {name}{hint}")
     if "run" not in end.facts:
-        return Verdict("over")  # such as a wrong command line
-    return Verdict("death", f"its driver exited with code {end.code}, without an error")
+        return DriverVerdict("over")  # such as a wrong command line
+    return DriverVerdict("death", f"its driver exited with code {end.code}, without an error")
 
 
 def exit_code(end: DriverEnd) -> int:

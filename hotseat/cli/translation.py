@@ -15,7 +15,7 @@ from hotseat.config.yaml_lines import Document, nested
 from hotseat.errors import ConfigError, Problem, UnsupportedError, UserError
 
 
-class Names(ABC):
+class KeyNames(ABC):
     """Translator of our config's keys into the names of a command line."""
 
     @abstractmethod
@@ -32,7 +32,7 @@ class Names(ABC):
 
 
 @dataclass
-class Draft:
+class CommandDraft:
     """A config under construction, with everything that is noted about the command line."""
 
     line: Any  # as parsed; has `has`, `spelling` and values by name
@@ -59,7 +59,7 @@ class Draft:
             self.refuse(name, f"given {value}, must be at least {least}")
         return max(value, least)
 
-    def config(self, names: Names) -> tuple[Config, dict[str, str]]:
+    def config(self, names: KeyNames) -> tuple[Config, dict[str, str]]:
         """Return the config of the fields that have an effect, and by key why the others have none.
 
         Raises a ConfigError with all problems, in the names of the command line.
@@ -85,7 +85,7 @@ class Draft:
         keys = [key for key in keys if key in self.fields]
         return dropped[keys[0]] if keys and all(key in dropped for key in keys) else None
 
-    def outcome(self, config: Config, names: Names) -> dict[str, Any]:
+    def outcome(self, config: Config, names: KeyNames) -> dict[str, Any]:
         """Return the fields of a translation that all frameworks fill in alike."""
         return {
             "config": config,
@@ -107,7 +107,7 @@ class Translation:
     unsupported: list[tuple[str, str]]  # name, feature
     missing: list[tuple[str, str]]  # required name, message
     line: Any = field(repr=False)
-    names: Names = field(repr=False)
+    names: KeyNames = field(repr=False)
 
     def rename_keys(self, text: str) -> str:
         """Rewrite a message about the config with the names of the command line."""

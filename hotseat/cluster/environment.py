@@ -57,7 +57,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")  # of collectives on th
 
 @dataclass(frozen=True)
 class PassedOn:
-    """What a worker on another machine gets from the driver, and its node's own address.
+    """Environment that a worker on another machine gets from the driver, and its node's own address.
 
     folder: the driver's current one, from which relative paths start; None: Ray gives each node a copy.
     variables: `NCCL_*` and interfaces that the driver has. address: by which other nodes reach this one.
@@ -115,15 +115,15 @@ def interface_of(address: str) -> str:
 
 def addresses_of(interface: str) -> list[str]:
     """Return the addresses of an interface of this machine: its first of IPv4, and all of IPv6."""
-    found = []
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, contextlib.suppress(OSError):
         request = struct.pack("256s", interface.encode()[:15])
-        found.append(socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24]))
+        addresses.append(socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24]))
     with contextlib.suppress(OSError):
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
-        found += [
+        addresses += [
             socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[:32]))
             for line in lines
             if line.endswith(f" {interface}")
         ]
-    return found
+    return addresses

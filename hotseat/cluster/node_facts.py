@@ -1,4 +1,4 @@
-"""What a process would find on a node: folders, files, versions and the time. Needs no torch."""
+"""Facts that a process would find on a node: folders, files, versions and the time. Needs no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SMALL = 1 << 20  # bytes of a file that is compared by its content; of larger o
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What one node has.
+    """Facts about one node.
 
     versions: by name: of Python, packages, and a digest of this package's source. paths: a digest for each path asked
     for; None: there is none. has_folder: the folder asked for is there. clock_s: seconds since 1970 there. has_gpu: one
@@ -43,18 +43,18 @@ class NodeFacts:
 
 def node_facts(folder: str | None, paths: Sequence[str]) -> NodeFacts:
     """Look at this node. folder: from which relative paths start; None: the current one of this process."""
-    found = {path: digest_of_path(Path(folder or ".") / path) for path in paths}
+    digests = {path: digest_of_path(Path(folder or ".") / path) for path in paths}
     has_folder = folder is None or os.path.isdir(folder)
-    return NodeFacts(versions(), found, has_folder, time.time(), device_memory("0") is not None)
+    return NodeFacts(versions(), digests, has_folder, time.time(), device_memory("0") is not None)
 
 
 def versions() -> dict[str, str]:
     """Return the versions that matter here."""
-    found = {"python": platform.python_version(), "hotseat": _own_source()}
+    by_name = {"python": platform.python_version(), "hotseat": _own_source()}
     for name, distributions in PACKAGES.items():
         there = [metadata.version(each) for each in distributions if _is_installed(each)]
-        found[name] = there[0] if there else ABSENT
-    return found
+        by_name[name] = there[0] if there else ABSENT
+    return by_name
 
 
 def _is_installed(distribution: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a look at one of our processes shows: what it says it is doing, and its stack."""
+"""Looks at one of our processes: what it says it is doing, and its stack."""
 
 from __future__ import annotations
 

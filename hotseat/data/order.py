@@ -202,5 +202,5 @@ def _parts(item: Any) -> list[tuple[Any, Any]]:
     if isinstance(item, Pair):
         return [(item.chosen, item.margin), (item.rejected, None)]
     others = (getattr(item, "answer", ()), getattr(item, "teacher_prompt", ()))
-    given = [(SimpleNamespace(token_ids=each), None) for each in others if each]
-    return [(item, label_text(getattr(item, "label", None))), *given]
+    tokens = [(SimpleNamespace(token_ids=each), None) for each in others if each]
+    return [(item, label_text(getattr(item, "label", None))), *tokens]

@@ -65,8 +65,8 @@ def make_prompts(
     drafts = from_rows(rows, draft_of)
     texts, labels, kept, answers, others = zip(*drafts, strict=True) if rows else ((), (), (), (), ())
     encoded = encoded_of(texts)
-    given = encoded_of(answers) if any(answers) else [[] for _ in answers]
-    given = [[*ids, tokenizer.eos_token_id] if ids else [] for ids in given]
+    encoded_answers = encoded_of(answers) if any(answers) else [[] for _ in answers]
+    encoded_answers = [[*ids, tokenizer.eos_token_id] if ids else [] for ids in encoded_answers]
     of_teacher = encoded_of(others) if any(others) else [[] for _ in others]
     prompts: list[Prompt] = []
     report = RowReport(len(rows))
@@ -92,7 +92,7 @@ def make_prompts(
         known = (text, tuple(ids), label, source, paths, values, tuple(answer), tuple(other))
         prompts.append(Prompt(len(prompts), *known))
 
-    from_rows(rows, add, texts, labels, kept, encoded, given, of_teacher)
+    from_rows(rows, add, texts, labels, kept, encoded, encoded_answers, of_teacher)
     if not prompts:
         source, fix = limit
         because = f", the limit by {source}" if source else ""

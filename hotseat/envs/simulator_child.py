@@ -21,11 +21,11 @@ from hotseat.envs.array_frames import ChildFrames
 from hotseat.envs.family_loading import has_worlds, load_family
 from hotseat.envs.simulator import Observation, Simulator, Worlds, WorldStep
 from hotseat.errors import UserError
-from hotseat.processes.child import Channel
+from hotseat.processes.child import FrameChannel
 from hotseat.user_functions import described
 
 
-def main(channel: Channel, task: dict[str, Any]) -> None:
+def main(channel: FrameChannel, task: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     channel.codec = ChildFrames(task["memory"])
     _serve(channel)
@@ -33,7 +33,7 @@ def main(channel: Channel, task: dict[str, Any]) -> None:
     os._exit(0)  # all is closed: the interpreter would take a second to forget what Warp made
 
 
-def _serve(channel: Channel) -> None:
+def _serve(channel: FrameChannel) -> None:
     with contextlib.ExitStack() as made, contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         settings, num_worlds = channel.receive()
         try:

@@ -122,8 +122,8 @@ class Endpoint(Closing):
         if self._token is None:
             return True
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
-        given, expected = (each.encode(errors="surrogateescape") for each in (token.strip(), self._token))
-        return kind.lower() == "bearer" and hmac.compare_digest(given, expected)
+        sent, expected = (each.encode(errors="surrogateescape") for each in (token.strip(), self._token))
+        return kind.lower() == "bearer" and hmac.compare_digest(sent, expected)
 
     def _families(self) -> Iterator[Metric]:
         made = self._progress
@@ -162,7 +162,7 @@ class Endpoint(Closing):
 
 
 class _Families(Collector):
-    """What a registry is to `generate_latest`."""
+    """The part of a registry that `generate_latest` uses."""
 
     def __init__(self, collect: Callable[[], Iterator[Metric]]):
         self._collect = collect

@@ -36,7 +36,7 @@ class LiveView:
         every_s: seconds between two lines about processes that are waited for, where there is no terminal.
         """
         self._title = title
-        self.pace = Pace(num_steps)
+        self.pace = StepPace(num_steps)
         self._columns = columns or {}
         self._console = console or Console()
         self._live: Live | None = None
@@ -146,7 +146,7 @@ class LiveView:
 
 
 @dataclass
-class Pace:
+class StepPace:
     """Steps that are done, and how long the others take at the pace so far."""
 
     num_steps: int

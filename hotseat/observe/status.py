@@ -23,7 +23,7 @@ IS_ALIVE: tuple[State, ...] = ("running", "starting", "stuck")
 
 @dataclass(frozen=True)
 class Status:
-    """What became of a run, and what it last said of itself.
+    """Outcome of a run, and what it last said of itself.
 
     heartbeat: its last sign of life; empty if it gave none. metrics: of its last step. num_events: by kind, of all its
     commands; `start` counts these.

@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any
 
-from hotseat.processes.child import Channel
+from hotseat.processes.child import FrameChannel
 from hotseat.processes.supervisor import TRACKER, end_marked
 from hotseat.words import leaves
 
@@ -36,7 +36,7 @@ SETTINGS = {
 }
 
 
-def main(channel: Channel, task: dict[str, Any]) -> None:
+def main(channel: FrameChannel, task: dict[str, Any]) -> None:
     threading.Thread(target=_end_when_alone, args=(channel, task["grace_s"]), daemon=True).start()
     try:
         tracker = TRACKERS[task["kind"]](task)
@@ -161,7 +161,7 @@ def _without_password(uri: str) -> str:
     return re.sub(r"//[^/@]*@", "//***@", uri)
 
 
-def _end_when_alone(channel: Channel, grace_s: float) -> None:
+def _end_when_alone(channel: FrameChannel, grace_s: float) -> None:
     """Wait until the other end is closed, even if not all is read, and end this process after a grace period."""
     poll = select.poll()
     poll.register(channel.socket, select.POLLRDHUP)

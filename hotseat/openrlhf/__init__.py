@@ -16,5 +16,5 @@ inference_command, merge_command, serve_command: `batch_inference`, `lora_combin
 shim       a package `openrlhf` for PYTHONPATH, whose commands are ours
 agents     agent files: what they import, and agents of all their forms
 helpers    what reward files and agent files import from `openrlhf.utils`
-metric_names  OpenRLHF's names of metrics, for trackers
+metric_aliases  OpenRLHF's names of metrics, for trackers
 """

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hotseat.cli.translation import Draft
+from hotseat.cli.translation import CommandDraft
 from hotseat.errors import Problem
 from hotseat.openrlhf.argv import CommandLine
 
 
 @dataclass
-class ConfigDraft(Draft):
+class ConfigDraft(CommandDraft):
     """The draft of a command of OpenRLHF."""
 
     line: CommandLine

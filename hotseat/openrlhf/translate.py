@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotseat.cli.translation import Names, Translation
+from hotseat.cli.translation import KeyNames, Translation
 from hotseat.config.load import valid_keys
 from hotseat.openrlhf.argv import CommandLine, parse
 from hotseat.openrlhf.config_draft import ConfigDraft
@@ -80,7 +80,7 @@ def _no_effect(draft: ConfigDraft, dropped: Mapping[str, str], names: _Flags) ->
     return list(reasons.items())
 
 
-class _Flags(Names):
+class _Flags(KeyNames):
     """Translator of config keys into the flags of a command line."""
 
     def __init__(self, line: CommandLine):

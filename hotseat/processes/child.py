@@ -46,7 +46,7 @@ class Json:
         return message
 
 
-class Channel:
+class FrameChannel:
     """The child's end of a connection. Its waits have no limit: the parent ends a child that is late."""
 
     def __init__(self, connection: socket.socket, codec: Codec | None = None):
@@ -95,7 +95,7 @@ def die_with(parent: int) -> None:
 def _main(handle: str, program: str) -> None:
     # What is beside this file has nothing to do with the program.
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
-    channel = Channel(socket.socket(fileno=int(handle)))
+    channel = FrameChannel(socket.socket(fileno=int(handle)))
     channel.socket.set_inheritable(False)
     try:
         first = channel.receive()

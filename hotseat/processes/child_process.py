@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from hotseat.processes.child import HEAD, MAX_BYTES, Channel
+from hotseat.processes.child import HEAD, MAX_BYTES, FrameChannel
 
 _CHILD = Path(__file__).with_name("child.py")
 _LOOK_EVERY_S = 0.1  # interval of checks for the process's death and `is_closed` while the connection is silent
@@ -90,7 +90,7 @@ class ChildProcess:
         self._written = b""
         self._keeper: threading.Thread | None = None
         self.socket, theirs = socket.socketpair()
-        self.channel = Channel(self.socket)
+        self.channel = FrameChannel(self.socket)
         silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         options = {**silent, **options, "pass_fds": (theirs.fileno(), *options.get("pass_fds", ()))}
         words = [*command, str(_CHILD), str(theirs.fileno()), str(program)]

@@ -64,7 +64,7 @@ def tell(**facts: Any) -> None:
 # --- the side of the parent -------------------------------------------------------------------------------------------
 
 
-class Keeper:
+class DriverKeeper:
     """Starts drivers one after another, in the main thread of a process that does nothing else.
 
     stopped_by: the last signal that asked the command to end.
@@ -87,7 +87,7 @@ class Keeper:
     def run(self, made: tuple[Restart, ...] = ()) -> DriverEnd | None:
         """Fork a driver, and wait for its end. Returns None in the driver. made: the restarts before."""
         global _pipe, _driver, restarts
-        told, telling = os.pipe()
+        reading_end, writing_end = os.pipe()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         # A signal that comes meanwhile reaches the parent, which then knows whom to pass it on to.
@@ -103,24 +103,24 @@ class Keeper:
             signal.set_wakeup_fd(-1)
             for number in self._watched:
                 signal.signal(number, self._before[number])
-            for end in (told, self._woken, self._wake, self._terminal):
+            for end in (reading_end, self._woken, self._wake, self._terminal):
                 if end is not None:
                     os.close(end)
-            os.set_blocking(telling, False)
-            _pipe, _driver, restarts = telling, os.getpid(), made
+            os.set_blocking(writing_end, False)
+            _pipe, _driver, restarts = writing_end, os.getpid(), made
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self._watched)
             return None
         with contextlib.suppress(OSError):  # it has done so itself, or has ended
             os.setpgid(pid, pid)
-        os.close(telling)
-        os.set_blocking(told, False)
+        os.close(writing_end)
+        os.set_blocking(reading_end, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._watched)
         try:
-            code = self._wait(pid, told)
+            code = self._wait(pid, reading_end)
         finally:
             self._take_terminal(pid)
-            self._read(told)
-            os.close(told)
+            self._read(reading_end)
+            os.close(reading_end)
         facts, self._facts, self._unread = self._facts, {}, b""
         return DriverEnd(code, facts)
 

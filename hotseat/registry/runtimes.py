@@ -1,4 +1,4 @@
-"""What runs the processes of a run, and the facts by which other code decides."""
+"""Runtimes, which run the processes of a run, and the facts by which other code decides."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hotseat.processes.child import Channel
+    from hotseat.processes.child import FrameChannel
 
 
-def main(channel: Channel, task: dict[str, Any]) -> None:
+def main(channel: FrameChannel, task: dict[str, Any]) -> None:
     """Serve calls until the connection closes. task: `file`, `function`, `kwargs` for it, and `path` (for imports)."""
     faulthandler.enable()
     sys.path[:] = [os.path.dirname(os.path.abspath(task["file"])), *task["path"]]

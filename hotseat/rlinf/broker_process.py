@@ -22,7 +22,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from hotseat.processes.child import Channel
+from hotseat.processes.child import FrameChannel
 from hotseat.rlinf import wire
 from hotseat.rlinf.bounded_queue import Answer, BoundedQueue, Record
 from hotseat.rlinf.wire import Kept, Memory
@@ -399,7 +399,7 @@ def _listener(family: socket.AddressFamily, address: Any) -> socket.socket:
     return listener
 
 
-def main(channel: Channel, task: dict[str, Any]) -> None:
+def main(channel: FrameChannel, task: dict[str, Any]) -> None:
     """Send the port, and serve until the process at the other end of the channel ends or hangs up."""
     server = BrokerServer(task["path"], task["host"], bytes.fromhex(task["key"]))
     channel.send({"port": server.port})

@@ -31,8 +31,8 @@ class StopStrings:
         start = max(0, len(sampled) - self._num_tokens)
         before = sampled[start - _MORE : start] if start > _MORE else [*prompt[-_MORE:], *sampled[:start]]
         text = decode_after(self._tokenizer, before, sampled[start:])
-        found = [(text.find(each) + len(each), each) for each in self._strings if each in text]
-        return min(found)[1] if found else None
+        ends = [(text.find(each) + len(each), each) for each in self._strings if each in text]
+        return min(ends)[1] if ends else None
 
     def may_complete(self, token: int) -> bool:
         """Tell whether a token may be the last one of a string, by its text alone: most are none, and cost nothing."""

@@ -419,5 +419,5 @@ def needs_entropy(loss: Any) -> bool:
 
 def divergence_of(loss: Any) -> Divergence | None:
     """Return how a loss compares a policy with its teacher; None if it does not."""
-    found: Divergence | None = getattr(loss, "divergence", None)
-    return found
+    how: Divergence | None = getattr(loss, "divergence", None)
+    return how

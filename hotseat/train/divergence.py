@@ -82,10 +82,10 @@ class Teaching:
         """Return the same for these tokens of a micro-batch; None where no teacher gave anything, as in a filler."""
         if self.gives:
             return self
-        found = [fields[name][tokens] if name in fields else None for name in TEACHER_FIELDS]
-        if all(each is None for each in found):
+        rows = [fields[name][tokens] if name in fields else None for name in TEACHER_FIELDS]
+        if all(each is None for each in rows):
             return None
-        return replace(self, rows=TeacherRows(*(None if each is None else to_device(each, device) for each in found)))
+        return replace(self, rows=TeacherRows(*(None if each is None else to_device(each, device) for each in rows)))
 
     def filler(self, batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch that counts for nothing with made-up words of a teacher.
@@ -102,7 +102,7 @@ class Teaching:
         return replace(batch, fields=fields)
 
 
-class Scores(NamedTuple):
+class TargetScores(NamedTuple):
     """[num_rows] each."""
 
     log_probs: Tensor
@@ -148,7 +148,7 @@ def scores_with_teacher(
     temperature: float = 1.0,
     with_entropy: bool = False,
     chunk_rows: int | None = None,
-) -> Scores:
+) -> TargetScores:
     """Compute each target's log-prob at the temperature, the divergence from the teacher, and the entropy if asked for.
 
     hidden [num_rows, hidden_size], targets [num_rows] int64; with gradients for hidden, and for weight and bias of the
@@ -157,8 +157,7 @@ def scores_with_teacher(
     work = _Work(
         how, temperature, with_entropy, chunk_rows or _num_rows(head.weight, teacher), head.finish, teacher_head
     )
-    found = _Chunked.apply(hidden, head.weight, head.bias, targets, work, *teacher)
-    return Scores(*found)
+    return TargetScores(*_Chunked.apply(hidden, head.weight, head.bias, targets, work, *teacher))
 
 
 def teacher_rows(hidden: Tensor, head: Head, how: Divergence, *, chunk_rows: int | None = None) -> TeacherRows:
@@ -224,8 +223,8 @@ def _gradient(
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
         scores = work.score(leaf, targets, teacher)
-        (found,) = torch.autograd.grad(scores, leaf, [gradient[part] for gradient in gradients])
-    return found
+        (gradient_of_logits,) = torch.autograd.grad(scores, leaf, [gradient[part] for gradient in gradients])
+    return gradient_of_logits
 
 
 def _parts(num_rows: int, rows: int) -> list[slice]:

@@ -101,8 +101,8 @@ class Policy(nn.Module):
         )
         outputs = {"log_probs": log_probs} | routing
         if whole is not None and teaching is not None:
-            given = teacher_rows(hidden, whole, teaching.how)
-            outputs |= {name: rows for name, rows in zip(TEACHER_FIELDS, given, strict=True) if rows is not None}
+            teacher = teacher_rows(hidden, whole, teaching.how)
+            outputs |= {name: rows for name, rows in zip(TEACHER_FIELDS, teacher, strict=True) if rows is not None}
         return outputs if entropy is None else outputs | {"entropy": entropy}
 
 

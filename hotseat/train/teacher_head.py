@@ -40,9 +40,9 @@ def _read(source: ModelSource, names: list[str], shape: torch.Size) -> Tensor:
     for file in sorted(_folder(source.name).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in set(names) & set(tensors.keys()):
-                found: Tensor = tensors.get_tensor(name)
-                if found.shape == shape:
-                    return found
+                tensor: Tensor = tensors.get_tensor(name)
+                if tensor.shape == shape:
+                    return tensor
     raise UserError(
         f"reference.model {source}: its head, {' or '.join(names)}, is not in its *.safetensors, and a policy needs it"
         " to learn from the whole vocabulary: set algorithm.distill.top_k"

@@ -182,8 +182,8 @@ class Trainer(TrainerHooks):
                     faults.reach("score.forward")
                     outputs = self._forward(batch or filler_batch(), temperature, teaching=teaching)
                     if batch is not None:
-                        found = ((name, getattr(outputs, name)) for name in (what, *TEACHER_FIELDS))
-                        scored.append(({name: values for name, values in found if values is not None}, batch))
+                        fields = ((name, getattr(outputs, name)) for name in (what, *TEACHER_FIELDS))
+                        scored.append(({name: values for name, values in fields if values is not None}, batch))
             finally:
                 self._after_scoring()
 

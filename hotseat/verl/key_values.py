@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hotseat.cli.translation import Draft
+from hotseat.cli.translation import CommandDraft
 from hotseat.verl.overrides import HydraLine
 from hotseat.verl.verl_keys import VLLM_ARGUMENTS, above_zero
 
@@ -58,7 +58,7 @@ _REWARD_SOURCES = (
 
 
 @dataclass
-class VerlDraft(Draft):
+class VerlDraft(CommandDraft):
     """The draft of a command of verl."""
 
     line: HydraLine
@@ -141,13 +141,13 @@ def _engine(draft: VerlDraft) -> None:
 def _engine_arguments(draft: VerlDraft) -> None:
     """Pass on vLLM's own arguments, as far as they are given: verl's defaults change speed alone."""
     line, names = draft.line, [f"{_ROLLOUT}.{name}" for name in VLLM_ARGUMENTS]
-    given = {name.rpartition(".")[2]: line[name] for name in names if line.has(name) and line[name] is not None}
-    given |= line.section(f"{_ROLLOUT}.engine_kwargs.vllm")
+    arguments = {name.rpartition(".")[2]: line[name] for name in names if line.has(name) and line[name] is not None}
+    arguments |= line.section(f"{_ROLLOUT}.engine_kwargs.vllm")
     if engine_of(draft) != "vllm":
         for name in (*names, f"{_ROLLOUT}.engine_kwargs.vllm"):
             draft.ignore(f"the engine is {engine_of(draft)}", name)
-    elif given:
-        draft.fields["rollout.engine_args"] = given
+    elif arguments:
+        draft.fields["rollout.engine_args"] = arguments
 
 
 def _offload(draft: VerlDraft) -> None:
@@ -172,10 +172,10 @@ def _offload(draft: VerlDraft) -> None:
 
 def _backend(draft: VerlDraft) -> None:
     if draft.line[f"{_ACTOR}.strategy"] not in ("fsdp", "fsdp2"):
-        given = draft.line[f"{_ACTOR}.strategy"]
+        strategy = draft.line[f"{_ACTOR}.strategy"]
         draft.refuse(
             f"{_ACTOR}.strategy",
-            f"given {given!r}, must be fsdp or fsdp2, which are both FSDP2 here; for DeepSpeed give"
+            f"given {strategy!r}, must be fsdp or fsdp2, which are both FSDP2 here; for DeepSpeed give"
             " hotseat.train.backend=deepspeed",
         )
     draft.fields["train.backend"] = "fsdp"
@@ -309,11 +309,11 @@ def _optimizer(role: str, section: str) -> Callable[[VerlDraft], None]:
     def derive(draft: VerlDraft) -> None:
         line, at, optim = draft.line, f"{role}.optimizer", f"{section}.optim"
         names = [f"{optim}.clip_grad", f"{optim}.grad_clip", f"{section}.grad_clip"]
-        given = [name for name in names if line.has(name) and line[name] is not None]
-        norms = [line[name] for name in given] or [line[names[0]]]
+        of_norms = [name for name in names if line.has(name) and line[name] is not None]
+        norms = [line[name] for name in of_norms] or [line[names[0]]]
         draft.fields[f"{at}.max_grad_norm"] = norms[0]
         if any(norm != norms[0] for norm in norms):
-            draft.refuse(given[-1], f"given {norms[-1]}, and {given[0]} is {norms[0]}: give one of them")
+            draft.refuse(of_norms[-1], f"given {norms[-1]}, and {of_norms[0]} is {norms[0]}: give one of them")
         scheduler = f"{optim}.warmup_style" if line[f"{optim}.warmup_style"] else f"{optim}.lr_scheduler_type"
         if scheduler.endswith("warmup_style"):
             draft.ignore(f"{scheduler} is given", f"{optim}.lr_scheduler_type")
@@ -351,12 +351,12 @@ def _idle(draft: VerlDraft) -> None:
 
 
 def _critic(draft: VerlDraft) -> None:
-    given, is_there = draft.line["critic.enable"], has_critic(draft.line)
+    enable, is_there = draft.line["critic.enable"], has_critic(draft.line)
     estimator = draft.line["algorithm.adv_estimator"]
-    if given is not None and given != is_there:
+    if enable is not None and enable != is_there:
         draft.refuse(
             "critic.enable",
-            f"given {str(given).lower()}, and algorithm.adv_estimator {estimator} has"
+            f"given {str(enable).lower()}, and algorithm.adv_estimator {estimator} has"
             f" {'a' if is_there else 'no'} critic: leave it out",
         )
     draft.ignore(f"algorithm.adv_estimator {estimator} says it", "critic.enable")
@@ -469,13 +469,13 @@ def _correction(draft: VerlDraft) -> None:
 
 def _bounds(draft: VerlDraft, name: str) -> tuple[float | None, float]:
     """Return (low, high) of a threshold, which is one number, or two joined by `_`."""
-    given = draft.line[name]
+    threshold = draft.line[name]
     try:
-        numbers = [float(part) for part in str(given).split("_")]
+        numbers = [float(part) for part in str(threshold).split("_")]
         if len(numbers) > 2:
             raise ValueError
     except ValueError:
-        draft.refuse(name, f"given {given!r}, must be a number, or two joined by _, such as 0.5_5.0")
+        draft.refuse(name, f"given {threshold!r}, must be a number, or two joined by _, such as 0.5_5.0")
         numbers = [1.0]
     return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
 
@@ -605,13 +605,13 @@ def _checkpoints(draft: VerlDraft) -> None:
 def _trackers(draft: VerlDraft) -> None:
     """Turn on trackers, and name the run at them. Console, TensorBoard's files and metric files are always there."""
     line, fields = draft.line, draft.fields
-    given = line["trainer.logger"] if isinstance(line["trainer.logger"], list) else [line["trainer.logger"]]
-    for name in given:
+    loggers = line["trainer.logger"] if isinstance(line["trainer.logger"], list) else [line["trainer.logger"]]
+    for name in loggers:
         if name not in (*TRACKERS, *_ALWAYS_WRITTEN):
             known = ", ".join((*_ALWAYS_WRITTEN, *TRACKERS))
             draft.refuse("trainer.logger", f"given {name!r}, must be one of {known}")
     for name in TRACKERS:
-        if name not in given:
+        if name not in loggers:
             continue
         fields[f"log.{name}.enabled"] = True
         fields[f"log.{name}.{'experiment' if name == 'mlflow' else 'project'}"] = line["trainer.project_name"]

@@ -74,8 +74,8 @@ class HydraLine:
 
     def spelling(self, name: str) -> str:
         """Return a key's name as this command line has it."""
-        given = [argument.spelling for argument in self.arguments.values() if argument.key.name == name]
-        return given[-1] if given else name
+        spellings = [argument.spelling for argument in self.arguments.values() if argument.key.name == name]
+        return spellings[-1] if spellings else name
 
     def default(self, key: Key) -> Any:
         """Return verl's default of a key."""
@@ -321,8 +321,8 @@ def _returns(line: HydraLine, name: str, path: tuple[str, ...]) -> bool:
         return True
     argument = line.arguments.get(name)
     value = BY_NAME[name].default if argument is None else argument.value
-    found = [BY_NAME[each].name for text in _texts(value) for each in _REFERENCE.findall(text) if each in BY_NAME]
-    return any(_returns(line, each, (*path, name)) for each in found)
+    references = [BY_NAME[each].name for text in _texts(value) for each in _REFERENCE.findall(text) if each in BY_NAME]
+    return any(_returns(line, each, (*path, name)) for each in references)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -341,8 +341,8 @@ def _kind_problems(line: HydraLine) -> list[Problem]:
         key, value = argument.key, line[name]
         is_unset = value is None and (key.default is None or key.is_optional or key.effect != "mapped")
         if not is_unset and not _fits_kind(key, value):
-            given = "null" if value is None else repr(value)
-            problems.append(Problem(argument.spelling, f"given {given}, must be {_expected(key)}"))
+            shown = "null" if value is None else repr(value)
+            problems.append(Problem(argument.spelling, f"given {shown}, must be {_expected(key)}"))
         elif key.is_section and value is not None and not isinstance(value, dict):
             problems.append(Problem(argument.spelling, f"given {value!r}, must be a mapping such as {{a: 1}}"))
     return problems

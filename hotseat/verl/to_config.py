@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from hotseat.cli.translation import Names, Translation
+from hotseat.cli.translation import KeyNames, Translation
 from hotseat.config.load import valid_keys
 from hotseat.verl.key_values import DERIVED, VerlDraft, idle_because
 from hotseat.verl.overrides import HydraLine, parse, refusals
@@ -62,7 +62,7 @@ def _no_effect(draft: VerlDraft, dropped: Mapping[str, str], names: _Keys) -> li
 _OTHER_UNITS = ("batches", "overlong prompts")  # whose fields have values that their keys do not take
 
 
-class _Keys(Names):
+class _Keys(KeyNames):
     """Translator of our config's keys into those of a command line."""
 
     def __init__(self, line: HydraLine):

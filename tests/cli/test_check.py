@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hotseat.checks import machine
-from hotseat.checks.machine import Finding, findings
+from hotseat.checks import findings as checks
+from hotseat.checks.findings import Finding, findings
 from hotseat.cli.cluster_check import node_findings, pairs
 from hotseat.cli.cluster_runs import (
     STEPS,
@@ -40,10 +40,10 @@ def test_this_machine_can_run(capsys):
 
 
 def test_what_is_missing_comes_with_advice(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "_version", lambda package: None)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda limit: (1024, 524288))
+    monkeypatch.setattr(checks, "_version", lambda package: None)
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda limit: (1024, 524288))
     found = {finding.what: finding for finding in findings()}
     assert found["torch"] == Finding(
         "torch", "not installed", "install Hotseat with its dependencies: docs/install.md", stops=True
@@ -59,17 +59,17 @@ def test_what_is_missing_comes_with_advice(monkeypatch, tmp_path):
 
 def test_a_gpu_that_torch_does_not_see_stops_runs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine, "device_memory", lambda name: object())
-    [finding] = machine.devices()
+    monkeypatch.setattr(checks, "device_memory", lambda name: object())
+    [finding] = checks.devices()
     assert finding.stops
     assert "install a torch for CUDA" in finding.advice
 
 
 def test_the_code_is_2_if_something_stops_runs(monkeypatch, capsys):
-    monkeypatch.setattr(machine, "CHECKS", (lambda: iter([Finding("x", "bad", "mend it", stops=True)]),))
+    monkeypatch.setattr(checks, "CHECKS", (lambda: iter([Finding("x", "bad", "mend it", stops=True)]),))
     assert main(["check"]) == 2
     assert "x: mend it" in capsys.readouterr().out
-    monkeypatch.setattr(machine, "CHECKS", (lambda: iter([Finding("x", "so so", "mend it")]),))
+    monkeypatch.setattr(checks, "CHECKS", (lambda: iter([Finding("x", "so so", "mend it")]),))
     assert main(["check"]) == 0
 
 

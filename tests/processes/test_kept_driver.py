@@ -19,12 +19,12 @@ pytestmark = pytest.mark.timeout(300)
 # A command that writes what happens to it, a line each: its own process in the first line.
 COMMAND = """
 import os, signal, sys, time
-from hotseat.processes.kept_driver import Keeper, tell
+from hotseat.processes.kept_driver import DriverKeeper, tell
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
-keeper = Keeper()
+keeper = DriverKeeper()
 say("parent", os.getpid())
 end = keeper.run()
 if end is None:

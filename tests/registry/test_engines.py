@@ -83,7 +83,7 @@ HOMES = ("registry/", "rollout/", "train/", "openrlhf/", "rlinf/", "trl/", "verl
 # What is called so otherwise: a cache's folder, and libraries; and what a command is about.
 OTHERWISE = {
     "caches.py": {"vllm"},
-    "checks/machine.py": {"transformers"},
+    "checks/findings.py": {"transformers"},
     "checks/nodes.py": {"transformers"},
     "cli/cluster_runs.py": {"vllm", "deepspeed"},  # the runs that check a cluster
     "cluster/node_facts.py": {"deepspeed", "transformers", "vllm"},

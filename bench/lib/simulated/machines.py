@@ -19,7 +19,7 @@ from hotseat.cluster.environment import environment
 from hotseat.cluster.group import Pending
 from hotseat.cluster.node_facts import NodeFacts
 from hotseat.cluster.on_ray.launching import ActorStarter
-from hotseat.cluster.on_ray.nodes import NodeHere
+from hotseat.cluster.on_ray.node_processes import NodeHere
 from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
 from hotseat.cluster.on_ray.ray_runtime import RayRuntime, connect
 from hotseat.cluster.refs import resolve

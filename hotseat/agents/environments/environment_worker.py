@@ -40,7 +40,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hotseat.processes.child import Channel
+    from hotseat.processes.child import FrameChannel
 
 _MAX_THREADS = 4096
 _GARBAGE_THRESHOLD = 20_000
@@ -117,7 +117,7 @@ def opening(system: str | None) -> list[dict[str, str]]:
 
 
 class _Worker:
-    def __init__(self, channel: Channel, spec: Mapping[str, Any]):
+    def __init__(self, channel: FrameChannel, spec: Mapping[str, Any]):
         self._channel = channel
         self._sending = threading.Lock()
         self._reports = _beside("worker_reports.py")
@@ -318,7 +318,7 @@ def _plain(result: Any) -> Any:
     return result.item() if callable(getattr(result, "item", None)) else result
 
 
-def main(channel: Channel, task: Mapping[str, Any]) -> None:
+def main(channel: FrameChannel, task: Mapping[str, Any]) -> None:
     sys.modules["hotseat_worker"] = sys.modules[__name__]
     try:
         worker = _Worker(channel, task)

@@ -1,4 +1,4 @@
-"""What a process of agents reports beside results: what episodes print, what blocks it, and which one ends it.
+"""Reports of a process of agents beside results: what episodes print, what blocks it, and which one ends it.
 
 Loaded by `environment_worker.py` from its path: needs nothing but Python's own library. Messages to the rollout host:
 

@@ -28,7 +28,7 @@ from hotseat.cluster.group import (
 )
 from hotseat.cluster.lease import Holder
 from hotseat.cluster.on_ray.library import import_ray
-from hotseat.cluster.on_ray.relays import Kept, RelayLost, Relays, relay_of
+from hotseat.cluster.on_ray.relays import KeptRefs, RelayLost, Relays, relay_of
 from hotseat.cluster.refs import Ref
 from hotseat.cluster.sighting import Sighting
 from hotseat.cluster.worker_process import Failure, ProcessIdentity
@@ -339,7 +339,7 @@ class RayGroup(WorkerGroup[W_co]):
             raise self._relay_failed(rank, method, lost) from lost
         if isinstance(result, Failure):
             raise_failure(self.name, rank, method, result)
-        if isinstance(result, Kept):
+        if isinstance(result, KeptRefs):
             return refs_of(result.refs, result.keep)
         return getattr(future, "kept", result)
 

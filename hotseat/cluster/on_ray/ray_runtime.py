@@ -15,7 +15,7 @@ from hotseat.cluster.node_facts import NodeFacts
 from hotseat.cluster.on_ray.connection import RayConnection
 from hotseat.cluster.on_ray.daemons import RayWatch, watch_daemons, watch_nodes
 from hotseat.cluster.on_ray.launching import ActorStarter, refuse_unreserved
-from hotseat.cluster.on_ray.nodes import NodeProcesses
+from hotseat.cluster.on_ray.node_processes import NodeProcesses
 from hotseat.cluster.on_ray.ray_group import RankProcess, RayGroup
 from hotseat.cluster.on_ray.relays import Relay, Relays, relay_of
 from hotseat.cluster.on_ray.reservation import Reservation

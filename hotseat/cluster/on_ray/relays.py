@@ -34,7 +34,7 @@ class Unanswered:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptRefs:
     """A result that stays where it was made. refs: Ray's references to its values. keep: how many there are."""
 
     refs: list[Any]
@@ -66,7 +66,7 @@ class Relay:
     async def call(
         self, number: int, method: str, arguments: Arguments, timeout_s: float, keep: int | None
     ) -> dict[int, Any]:
-        """Call a method of these ranks. Returns what each returned: its result, `Kept`, `Failure`, or `Unanswered`."""
+        """Call a method of these ranks. Returns, by rank, a result, `KeptRefs`, `Failure`, or `Unanswered`."""
         async with self._in_turn(number):
             self._waiting[number] = {
                 asyncio.ensure_future(self._begin(rank, method, args, kwargs, timeout_s, keep)): rank
@@ -98,7 +98,7 @@ class Relay:
             return _answer(actor.invoke.remote(method, args, kwargs, timeout_s))
         options = {"num_returns": 1 + max(1, keep)}
         status, *values = actor.invoke_and_keep.options(**options).remote(method, args, kwargs, timeout_s, keep)
-        return _kept(status, Kept(values, keep))
+        return _kept(status, KeptRefs(values, keep))
 
     @contextlib.asynccontextmanager
     async def _in_turn(self, number: int) -> AsyncIterator[None]:
@@ -118,7 +118,7 @@ async def _answer(ref: Any) -> Any:
         return Unanswered(error)
 
 
-async def _kept(status: Any, kept: Kept) -> Any:
+async def _kept(status: Any, kept: KeptRefs) -> Any:
     failure = await _answer(status)
     return kept if failure is None else failure
 

@@ -74,11 +74,11 @@ class PreparePhase:
         has_budget = token_budget(self.settings.config.train) is not None
         tokens = [sum(facts.num_tokens) for facts in batch.groups] if has_budget else None
         ranks, steps = assign(sizes, self.settings.algebra.samples_per_optimizer_step, num_ranks, tokens)
-        wanted = [
+        by_rank = [
             ShareOfRank([batch.groups[index].key for index in members], [steps[index] for index in members])
             for members in ranks
         ]
-        return self.groups.hosts.shares(wanted), 1 + max(step for group in steps for step in group)
+        return self.groups.hosts.shares(by_rank), 1 + max(step for group in steps for step in group)
 
     def _make_experience(self, shares: Mapping[int, Shares], num_optimizer_steps: int) -> None:
         scores: dict[str, list[BySample]] = {}

@@ -1,4 +1,4 @@
-"""What can be seen of a run from outside while it goes on: its signs of life, and the endpoint for Prometheus."""
+"""Signs of life of a run while it goes on, for those who watch it from outside, and the endpoint for Prometheus."""
 
 from __future__ import annotations
 

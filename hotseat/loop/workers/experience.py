@@ -139,8 +139,8 @@ def flatten(groups: Sequence[PromptGroup]) -> MicroBatch:
         [segment.images for segment, _ in segments],
     )
     versions = [segment.versions for segment, _ in segments]
-    given = torch.cat(versions) == GIVEN_VERSION if versions else torch.zeros(0)
-    return with_fields(batch, {GIVEN: given.to(torch.float32)}) if bool(given.any()) else batch
+    is_given = torch.cat(versions) == GIVEN_VERSION if versions else torch.zeros(0)
+    return with_fields(batch, {GIVEN: is_given.to(torch.float32)}) if bool(is_given.any()) else batch
 
 
 def for_teacher(groups: Sequence[PromptGroup], batch: MicroBatch) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""What a rollout host does about the user's code in its process: keeps its output, and remembers what it dies of."""
+"""Care of the user's code in the process of a rollout host: keeps its output, and remembers what it dies of."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ class PolicyObjective:
         old = batch.fields.get(OLD_LOG_PROBS, log_probs.detach())
         rollout, sampled = batch.fields[ROLLOUT_LOG_PROBS], mask
         if GIVEN in batch.fields:  # no engine has log-probs of these
-            given = batch.fields[GIVEN].bool()
-            rollout, sampled = torch.where(given, old, rollout), mask & ~given
+            is_given = batch.fields[GIVEN].bool()
+            rollout, sampled = torch.where(is_given, old, rollout), mask & ~is_given
             batch = replace(batch, fields={**batch.fields, ROLLOUT_LOG_PROBS: rollout})
         surrogate = self._surrogate(log_probs, old, batch)
         loss = surrogate.loss

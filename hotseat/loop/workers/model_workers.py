@@ -185,16 +185,16 @@ class ModelWorker(BackendWorker):
         self, groups: Sequence[PromptGroup], cut: BatchSettings, temperature: float, how: Divergence
     ) -> TeacherScores:
         batch = experience.for_teacher(groups, experience.flatten(groups))
-        pieces, given = self._cutter.run(
+        pieces, outputs = self._cutter.run(
             "rollout",
             cut,
             lambda settings: settings.cut(batch),
             lambda pieces: self._backend.teach(pieces, temperature, how),
         )
-        names = [name for name in TEACHER_FIELDS if given and name in given[0]]
-        every = {name: by_sample(pieces, [each[name] for each in given]) for name in ("log_probs", *names)}
-        found = {name: BySample(experience.behind_own_prompts(groups, values)) for name, values in every.items()}
-        return TeacherScores(found.pop("log_probs"), found)
+        names = [name for name in TEACHER_FIELDS if outputs and name in outputs[0]]
+        every = {name: by_sample(pieces, [each[name] for each in outputs]) for name in ("log_probs", *names)}
+        scores = {name: BySample(experience.behind_own_prompts(groups, values)) for name, values in every.items()}
+        return TeacherScores(scores.pop("log_probs"), scores)
 
     def _score(self, batch: MicroBatch, cut: BatchSettings, temperature: float) -> BySample:
         pieces, scores = self._cutter.run(
@@ -489,9 +489,9 @@ def _with_gradient(batch: MicroBatch, objective: PolicyObjective) -> MicroBatch:
 
 def given_by_teacher(batch: MicroBatch, scores: Sequence[BySample]) -> dict[str, Tensor]:
     """Return the fields of a batch with what a teacher gave on any number of ranks; none if it gave log-probs alone."""
-    given = [each.fields for each in scores if isinstance(each, TeacherScores)]
-    names = dict.fromkeys(name for fields in given for name in fields)
-    return {name: in_order(batch, [fields[name] for fields in given if name in fields]) for name in names}
+    by_rank = [each.fields for each in scores if isinstance(each, TeacherScores)]
+    names = dict.fromkeys(name for fields in by_rank for name in fields)
+    return {name: in_order(batch, [fields[name] for fields in by_rank if name in fields]) for name in names}
 
 
 def in_order(batch: MicroBatch, values: Iterable[BySample]) -> Tensor:

@@ -60,8 +60,8 @@ class TeachersWorker(ModelWorker):
             self._turn_to(name)
             own = self._teach([each for each in groups if each.prompt.source == name], cut, temperature, how)
             log_probs.update(own)
-            for field, given in own.fields.items():
-                fields.setdefault(field, BySample()).update(given)
+            for field, values in own.fields.items():
+                fields.setdefault(field, BySample()).update(values)
         return TeacherScores(log_probs, fields)
 
     def warm_up(self, max_length: int) -> None:

@@ -27,7 +27,7 @@ SMALLEST = 1e-6  # lower end of logarithmic scales; below it, engine and trainer
 
 
 @dataclass(frozen=True)
-class Table:
+class MetricTable:
     """Columns of `metrics.jsonl`, with NaN where a value is absent or not finite."""
 
     steps: np.ndarray  # [rows] int64, ascending
@@ -49,7 +49,7 @@ class Table:
         return self.steps[kept], column[kept]
 
 
-def read_table(run_dir: Path) -> Table:
+def read_table(run_dir: Path) -> MetricTable:
     rows: dict[int, dict[str, Any]] = {}
     for record in json_lines(run_dir / "metrics.jsonl"):
         step = record.pop("step", None)
@@ -68,7 +68,7 @@ def read_table(run_dir: Path) -> Table:
                 is_given[name] = np.zeros(len(steps), dtype=bool)
             columns[name][row] = np.nan if number is None else number
             is_given[name][row] = True
-    return Table(np.array(steps, dtype=np.int64), columns, is_given)
+    return MetricTable(np.array(steps, dtype=np.int64), columns, is_given)
 
 
 def thin(values: np.ndarray, num_buckets: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -92,7 +92,7 @@ def bucket_edges(num_values: int, num_buckets: int) -> np.ndarray:
     return np.linspace(0, num_values, min(num_buckets, num_values) + 1).astype(np.int64)
 
 
-def make_curves(table: Table, max_points: int) -> dict[str, Any]:
+def make_curves(table: MetricTable, max_points: int) -> dict[str, Any]:
     """Make a curve of at most `max_points` points for each metric. Metrics of the same steps share their x values."""
     grids: list[dict[str, Any]] = []
     numbers: dict[bytes, int] = {}
@@ -126,7 +126,7 @@ def without_surplus(curves: dict[str, Any], budget: int) -> dict[str, Any]:
     return {"grids": curves["grids"], "series": kept, "num_left_out": len(curves["series"]) - len(kept)}
 
 
-def _grid(table: Table, has_value: np.ndarray, max_points: int) -> dict[str, Any]:
+def _grid(table: MetricTable, has_value: np.ndarray, max_points: int) -> dict[str, Any]:
     steps, seconds = table.steps[has_value], table.seconds
     picked = slice(None)
     if len(steps) > max_points:
@@ -142,7 +142,7 @@ def _rounded(values: np.ndarray, num_digits: int = 5) -> list[float | int | None
     return [significant(value, num_digits) if math.isfinite(value) else None for value in values.tolist()]
 
 
-def make_phases(table: Table) -> dict[str, Any] | None:
+def make_phases(table: MetricTable) -> dict[str, Any] | None:
     """Return the seconds of each phase by step; 0 for a phase that a step did not have."""
     names = [name.removeprefix("time/") for name in table.columns if name.startswith("time/")]
     names = [name for name in names if name not in NO_PHASE]

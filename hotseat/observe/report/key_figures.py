@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hotseat.observe.report.curves import Table
+from hotseat.observe.report.curves import MetricTable
 from hotseat.observe.report.reading import finite, json_lines
 from hotseat.observe.report.timeline_view import Trace
 
@@ -48,7 +48,7 @@ def read_prediction(run_dir: Path) -> float | None:
 
 
 def make_facts(
-    table: Table,
+    table: MetricTable,
     counts: Mapping[str, Any] | None,
     total: tuple[float, int] | None = None,
     headlines: Iterable[str] = (),
@@ -92,13 +92,13 @@ def make_facts(
     return facts
 
 
-def headline_metric(table: Table) -> str | None:
+def headline_metric(table: MetricTable) -> str | None:
     """Return the metric that best describes the run's success, if it has one."""
     others = sorted(name for name in table.columns if name.startswith("eval/"))
     return next((name for name in (*HEADLINES[:3], *others, *HEADLINES[3:]) if len(table.values(name)[0])), None)
 
 
-def _headline_fact(table: Table, name: str) -> dict[str, str]:
+def _headline_fact(table: MetricTable, name: str) -> dict[str, str]:
     """Describe a metric by its first, last and best value; a single value by its step."""
     steps, values = table.values(name)
     if len(values) == 1:
@@ -112,7 +112,7 @@ def _headline_fact(table: Table, name: str) -> dict[str, str]:
     return _fact(name, f"{values[0]:.4g} \u2192 {values[-1]:.4g}", where, is_headline=True)
 
 
-def _sample_facts(table: Table, counts: Mapping[str, Any] | None) -> list[dict[str, str]]:
+def _sample_facts(table: MetricTable, counts: Mapping[str, Any] | None) -> list[dict[str, str]]:
     if counts is not None and counts["states"]:
         states = counts["states"]
         note = f"{states.get('dropped', 0):,} dropped, {states.get('failed', 0):,} failed"

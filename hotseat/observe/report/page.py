@@ -157,7 +157,7 @@ def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = 
     return run
 
 
-def read_changes(run_dir: Path, table: curves.Table) -> list[dict[str, Any]]:
+def read_changes(run_dir: Path, table: curves.MetricTable) -> list[dict[str, Any]]:
     """List settings that were changed at a resume: key, both values, first step with the new one, seconds before it."""
     seconds = table.seconds
     changes = []

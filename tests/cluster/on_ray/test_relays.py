@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from hotseat.cluster.on_ray.relays import RANKS_PER_RELAY, Kept, Relay, RelayLost, Relays, Unanswered
+from hotseat.cluster.on_ray.relays import RANKS_PER_RELAY, KeptRefs, Relay, RelayLost, Relays, Unanswered
 from hotseat.cluster.worker_process import Failure
 
 NO_ARGUMENTS = ((), {})
@@ -167,7 +167,7 @@ def test_kept_results_come_as_references(keep, refs):
         await relay.know(0, {0: Actor()})
         return await relay.call(1, "score", {0: NO_ARGUMENTS}, 60.0, keep)
 
-    assert asyncio.run(main()) == {0: Kept(refs, keep)}
+    assert asyncio.run(main()) == {0: KeptRefs(refs, keep)}
 
 
 def test_the_rest_comes_later():

@@ -4,7 +4,7 @@ import pytest
 
 from hotseat.config import loads
 from hotseat.observe.tracker_sink import renaming
-from hotseat.openrlhf.metric_names import with_openrlhf_names
+from hotseat.openrlhf.metric_aliases import with_openrlhf_names
 
 
 def added(text: str, values: dict[str, float]) -> dict[str, float]:

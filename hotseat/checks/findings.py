@@ -1,4 +1,4 @@
-"""What this machine has for runs, for `hotseat check`: packages, devices, limits; and how to get what is missing."""
+"""Findings of `hotseat check` on this machine: packages, devices, limits; and how to get what is missing."""
 
 from __future__ import annotations
 
