@@ -116,7 +116,7 @@ ROWS_OF = {
     ),
     "openrlhf": (
         ("__init__",),
-        ("flags_table", "inference_command", "merge_command", "run_command", "serve_command"),
+        ("inference_command", "merge_command", "run_command", "serve_command"),
         ("help", "translate"),
         ("derive",),
         ("config_draft",),
@@ -136,7 +136,7 @@ ROWS_OF = {
     "verl": (
         ("__init__",),
         ("@shim",),
-        ("verl_command", "keys_table"),
+        ("verl_command",),
         ("command_help", "to_config", "data_sources"),
         ("key_values",),
         ("overrides",),
@@ -168,7 +168,7 @@ ROWS_OF = {
     ),
     "trl": (
         ("__init__",),
-        ("table", "from_config"),
+        ("from_config",),
         ("peft_config",),
         ("conversions",),
         ("trl_fields",),

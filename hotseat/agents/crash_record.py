@@ -11,11 +11,11 @@ import contextlib
 import json
 import mmap
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotseat.agents.environments.worker_reports import note_exits
 from hotseat.agents.episode_output import current_log
 from hotseat.agents.user_lines import line_of
 
@@ -121,18 +121,8 @@ class CrashRecord:
             self._file.parent.rmdir()
 
     def note_exits(self) -> None:
-        """Have `os._exit`, which nothing else can see, note the exit code and the line of the user's first."""
-        end, pid = os._exit, os.getpid()
-
-        def noted(status: int) -> None:
-            log = current_log.get()
-            if os.getpid() == pid and log is not None:  # not in a fork, which ends so
-                with contextlib.suppress(Exception):
-                    where = line_of(sys._getframe(1))
-                    self.blame(log.key, f"exit code {status}{'' if where is None else f', by os._exit at {where}'}")
-            end(status)
-
-        os._exit = noted  # type: ignore[assignment]
+        """Have `os._exit`, which nothing else can see, note the episode that it ends first."""
+        note_exits(current_log.get, lambda log, how: self.blame(log.key, how), line_of)
 
     @staticmethod
     def _at(slot: int) -> int:

@@ -64,17 +64,8 @@ _LOADING = "weights are loaded straight to where they are used"
 _NO_LOADER = "rows are read and tokenised before training, so no loader runs beside it"
 _TOKENS = "engines get tokens and return tokens"
 _RAY = "processes get what they need from the placement; Ray takes its own settings from its environment variables"
-_QUEUE = "samples stay where they were made until ranks fetch them"
+_NOT_QUANTISED = "weights are not quantised in training: give false"
 _DIVIDED = "batches are divided over ranks by their tokens where micro-batches are cut by tokens"
-_NOT_DISTILLED = "distillation.enabled is false"
-_NO_REWARD_MODEL = "reward.reward_model.enable is false"
-_NO_TURNS = "actor_rollout_ref.rollout.multi_turn.enable is false"
-_NO_AGENT = "actor_rollout_ref.rollout.agent.default_agent_loop is single_turn_agent"
-_NO_PREFERENCE = "algorithm.use_pf_ppo is false"
-_NO_FILTER = "algorithm.filter_groups.enable is false"
-_NO_SAMPLER = "trainer.v1.sampler.custom_sampler.path is null"
-_OTHER_MODES = "trainer.v1.trainer_mode is sync"
-_NO_DISAGGREGATION = "actor_rollout_ref.rollout.disaggregation.enabled is false"
 
 _FSDP_ONLY = "FSDP and DeepSpeed train here: give model_engine=dp and the keys of FSDP"
 _AGENTS = (
@@ -83,6 +74,8 @@ _AGENTS = (
 )
 _OWN_MODEL = "give hotseat.reward.model=CHECKPOINT (docs/reward-models.md)"
 _OVERLAP = "sampling and training take turns; to sample ahead, give hotseat.overlap.staleness=1 (docs/async.md)"
+_DISTILLED = "give hotseat.algorithm.distill.coef and hotseat.reference.model (docs/algorithms.md)"
+_REPLAY = "`hotseat replay` learns from recorded rollouts: give false"
 _WHOLE = "a checkpoint is loaded whole"
 _IN_CHECKPOINT = "put it into the folder of the model"
 
@@ -99,8 +92,17 @@ def _refused(name: str, default: Any, instead: str, **more: Any) -> Key:
     return Key(name, "any", default, refused=instead, **more)
 
 
-def _same(name: str, default: Any, other: str, instead: str, **more: Any) -> Key:
-    return Key(name, "any", default, refused=instead, same_as=other, **more)
+def _same(name: str, other: str, instead: str, **more: Any) -> Key:
+    return Key(name, "any", f"${{{other}}}", refused=instead, same_as=other, **more)
+
+
+def _off(section: str, switch: str, default: Any, instead: str, **more: Any) -> tuple[Key, Key]:
+    """Return the keys of a section whose switch has to stay as it is, and which then has no effect."""
+    state = "null" if default is None else str(default).lower()
+    return (
+        _refused(f"{section}.{switch}", default, instead, **more),
+        _section(section, f"{section}.{switch} is {state}"),
+    )
 
 
 def _section(name: str, because: str, **more: Any) -> Key:
@@ -204,7 +206,7 @@ def _fsdp(at: str, role: str, older: str | None = None) -> tuple[Key, ...]:
         idle("pad_to_length_bucket", 1024, _PADDING),
         idle("forward_only", role == "reference", "a model that does not learn has no gradients"),
         Key(**name("strategy"), default="fsdp", fits=("fsdp2",), refused=_FSDP_ONLY),
-        Key(**name("qat.enable"), default=False, refused="weights are not quantised in training: give false"),
+        Key(**name("qat.enable"), default=False, refused=_NOT_QUANTISED),
         Key(**name("qat"), because=f"{at}.qat.enable is false", is_section=True),
         Key(**name("turbo_config"), because="it is of the strategy fsdp_turbo", is_section=True),
     )
@@ -220,10 +222,7 @@ def _logits(at: str) -> tuple[Key, ...]:
 
 
 def _routers(at: str) -> tuple[Key, ...]:
-    return (
-        _refused(f"{at}.router_replay.mode", "disabled", "experts are not replayed: give disabled"),
-        _section(f"{at}.router_replay", f"{at}.router_replay.mode is disabled"),
-    )
+    return _off(f"{at}.router_replay", "mode", "disabled", "experts are not replayed: give disabled")
 
 
 def _other_backends(at: str) -> tuple[Key, ...]:
@@ -256,7 +255,7 @@ def _model(at: str) -> tuple[Key, ...]:
     def shared(leaf: str, kind: Kind, default: Any, sets: str, **more: Any) -> Key:
         if is_actor:
             return _mapped(f"{at}.{leaf}", kind, default, sets, **more)
-        return _same(f"{at}.{leaf}", f"${{{_MODEL}.{leaf}}}", f"{_MODEL}.{leaf}", _SHARED)
+        return _same(f"{at}.{leaf}", f"{_MODEL}.{leaf}", _SHARED)
 
     return (
         _mapped(f"{at}.path", "text", None, "actor.model" if is_actor else "critic.model", by="models"),
@@ -290,8 +289,7 @@ def _model(at: str) -> tuple[Key, ...]:
         _idle(f"{at}.use_fused_kernels", False, _LOGITS),
         _section(f"{at}.fused_kernel_options", _LOGITS),
         _section(f"{at}.tiled_mlp", "layers are not computed in tiles; it is memory alone"),
-        _refused(f"{at}.mtp.enable", False, "several tokens are not predicted at once: give false"),
-        _section(f"{at}.mtp", f"{at}.mtp.enable is false"),
+        *_off(f"{at}.mtp", "enable", False, "several tokens are not predicted at once: give false"),
     )
 
 
@@ -339,7 +337,7 @@ _OF_ACTOR: tuple[Key, ...] = (
     _idle(f"{_ACTOR}.sum_pi_squared_checkpointing", False, f"{_ACTOR}.calculate_sum_pi_squared is false"),
     _refused(f"{_ACTOR}.use_rollout_log_probs", False, "the trainer's own old log-probs are used: give false"),
     _idle(f"{_ACTOR}.use_remove_padding", f"${{{_MODEL}.use_remove_padding}}", f"{_MODEL}.use_remove_padding says it"),
-    _same(f"{_ACTOR}.rollout_n", f"${{{_ROLLOUT}.n}}", f"{_ROLLOUT}.n", "give that one"),
+    _same(f"{_ACTOR}.rollout_n", f"{_ROLLOUT}.n", "give that one"),
     _idle(f"{_ACTOR}.use_prefix_grouper", False, "a prompt's samples are packed with their prompts; it is speed alone"),
     _idle(f"{_ACTOR}.use_fused_kernels", False, _LOGITS),
     _idle(f"{_ACTOR}.data_loader_seed", 42, _ONE_SEED),
@@ -348,21 +346,15 @@ _OF_ACTOR: tuple[Key, ...] = (
     *_routers(_ACTOR),
     *_other_backends(_ACTOR),
     _section(f"{_ACTOR}.profiler", _PROFILING),
-    _refused(f"{_ACTOR}.qat.enable", False, "weights are not quantised in training: give false"),
-    _section(f"{_ACTOR}.qat", f"{_ACTOR}.qat.enable is false"),
+    *_off(f"{_ACTOR}.qat", "enable", False, _NOT_QUANTISED),
 )
 
 _OF_REFERENCE: tuple[Key, ...] = (
     *_fsdp(f"{_REF}.fsdp_config", "reference"),
-    _same(f"{_REF}.strategy", f"${{{_ACTOR}.strategy}}", f"{_ACTOR}.strategy", _SHARED),
-    _same(
-        f"{_REF}.ulysses_sequence_parallel_size",
-        f"${{{_ACTOR}.ulysses_sequence_parallel_size}}",
-        f"{_ACTOR}.ulysses_sequence_parallel_size",
-        _SHARED,
-    ),
+    _same(f"{_REF}.strategy", f"{_ACTOR}.strategy", _SHARED),
+    _same(f"{_REF}.ulysses_sequence_parallel_size", f"{_ACTOR}.ulysses_sequence_parallel_size", _SHARED),
     _refused(f"{_REF}.model.path", f"${{{_MODEL}.path}}", "give hotseat.reference.model=CHECKPOINT"),
-    _same(f"{_REF}.rollout_n", f"${{{_ROLLOUT}.n}}", f"{_ROLLOUT}.n", "give that one"),
+    _same(f"{_REF}.rollout_n", f"{_ROLLOUT}.n", "give that one"),
     _refused(f"{_REF}.log_prob_micro_batch_size", None, _PER_GPU),
     _idle(f"{_REF}.log_prob_micro_batch_size_per_gpu", None, f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu says it"),
     _idle(f"{_REF}.log_prob_use_dynamic_bsz", False, f"{_ROLLOUT}.log_prob_use_dynamic_bsz says it"),
@@ -380,33 +372,25 @@ _OF_CRITIC: tuple[Key, ...] = (
     *_model(f"{_CRITIC}.model"),
     _mapped(f"{_CRITIC}.cliprange_value", "float", 0.5, "critic.value_clip"),
     _mapped(f"{_CRITIC}.grad_clip", "float", 1.0, "critic.optimizer.max_grad_norm", by="critic optimizer"),
-    _same(f"{_CRITIC}.strategy", f"${{{_ACTOR}.strategy}}", f"{_ACTOR}.strategy", _SHARED),
+    _same(f"{_CRITIC}.strategy", f"{_ACTOR}.strategy", _SHARED),
     _same(
         f"{_CRITIC}.ppo_mini_batch_size",
-        f"${{{_ACTOR}.ppo_mini_batch_size}}",
         f"{_ACTOR}.ppo_mini_batch_size",
         "actor and critic learn from the same batches: give both the same",
     ),
     _same(
         f"{_CRITIC}.ppo_epochs",
-        f"${{{_ACTOR}.ppo_epochs}}",
         f"{_ACTOR}.ppo_epochs",
         "actor and critic learn from a batch as often: give both the same",
     ),
     _same(
         f"{_CRITIC}.loss_agg_mode",
-        f"${{{_ACTOR}.loss_agg_mode}}",
         f"{_ACTOR}.loss_agg_mode",
         "the losses of actor and critic have the same weights: give both the same",
     ),
-    _same(f"{_CRITIC}.loss_scale_factor", f"${{{_ACTOR}.loss_scale_factor}}", f"{_ACTOR}.loss_scale_factor", _SHARED),
-    _same(
-        f"{_CRITIC}.ulysses_sequence_parallel_size",
-        f"${{{_ACTOR}.ulysses_sequence_parallel_size}}",
-        f"{_ACTOR}.ulysses_sequence_parallel_size",
-        _SHARED,
-    ),
-    _same(f"{_CRITIC}.rollout_n", f"${{{_ROLLOUT}.n}}", f"{_ROLLOUT}.n", "give that one"),
+    _same(f"{_CRITIC}.loss_scale_factor", f"{_ACTOR}.loss_scale_factor", _SHARED),
+    _same(f"{_CRITIC}.ulysses_sequence_parallel_size", f"{_ACTOR}.ulysses_sequence_parallel_size", _SHARED),
+    _same(f"{_CRITIC}.rollout_n", f"{_ROLLOUT}.n", "give that one"),
     _mapped(f"{_CRITIC}.enable", "bool", None, "algorithm.estimator", by="critic"),
     _refused(f"{_CRITIC}.ppo_micro_batch_size", None, _PER_GPU),
     _refused(f"{_CRITIC}.forward_micro_batch_size", None, _PER_GPU),
@@ -483,19 +467,13 @@ _OF_ROLLOUT: tuple[Key, ...] = (
     ),
     _idle(f"{_ROLLOUT}.val_kwargs.do_sample", False, "val_kwargs.temperature says it: 0 is greedy"),
     # lengths and types, which others say
-    _same(f"{_ROLLOUT}.prompt_length", "${data.max_prompt_length}", "data.max_prompt_length", _LENGTH.format("prompt")),
-    _same(
-        f"{_ROLLOUT}.response_length",
-        "${data.max_response_length}",
-        "data.max_response_length",
-        _LENGTH.format("response"),
-    ),
+    _same(f"{_ROLLOUT}.prompt_length", "data.max_prompt_length", _LENGTH.format("prompt")),
+    _same(f"{_ROLLOUT}.response_length", "data.max_response_length", _LENGTH.format("response")),
     _idle(
         f"{_ROLLOUT}.max_model_len", None, "an engine takes sequences of data.max_prompt_length + max_response_length"
     ),
     _same(
         f"{_ROLLOUT}.dtype",
-        f"${{{_ACTOR}.fsdp_config.dtype}}",
         f"{_ACTOR}.fsdp_config.dtype",
         "engines and trainer compute in the same type: give both the same",
     ),
@@ -513,25 +491,21 @@ _OF_ROLLOUT: tuple[Key, ...] = (
     _refused(f"{_ROLLOUT}.quantization_config_file", None, "give hotseat.rollout.quantization=fp8"),
     _refused(f"{_ROLLOUT}.mtp", None, "several tokens are not predicted at once: give null"),
     _refused(f"{_ROLLOUT}.enable_rollout_routing_replay", False, "experts are not replayed: give false"),
-    _refused(f"{_ROLLOUT}.disaggregation.enabled", False, "engines do prefill and decoding: give false"),
-    _section(f"{_ROLLOUT}.disaggregation", _NO_DISAGGREGATION),
+    *_off(f"{_ROLLOUT}.disaggregation", "enabled", False, "engines do prefill and decoding: give false"),
     _refused(f"{_ROLLOUT}.multi_turn.enable", False, _AGENTS),
     _refused(f"{_ROLLOUT}.multi_turn.tool_config_path", None, _AGENTS),
     _refused(f"{_ROLLOUT}.multi_turn.function_tool_path", None, _AGENTS),
     _refused(f"{_ROLLOUT}.multi_turn.interaction_config_path", None, _AGENTS),
-    _section(f"{_ROLLOUT}.multi_turn", _NO_TURNS),
+    _section(f"{_ROLLOUT}.multi_turn", "actor_rollout_ref.rollout.multi_turn.enable is false"),
     _refused(f"{_ROLLOUT}.agent.default_agent_loop", "single_turn_agent", _AGENTS),
     _refused(f"{_ROLLOUT}.agent.agent_loop_config_path", None, _AGENTS),
     _refused(f"{_ROLLOUT}.agent.agent_loop_manager_class", None, _AGENTS),
     _refused(f"{_ROLLOUT}.agent.custom_async_server.path", None, "the engines are vLLM and transformers: give null"),
     _idle(f"{_ROLLOUT}.agent.custom_async_server.name", None, "custom_async_server.path is null"),
     _idle(f"{_ROLLOUT}.agent.num_workers", 8, "hotseat.rollout.num_hosts says how many processes play episodes"),
-    _refused(f"{_ROLLOUT}.skip.enable", False, "`hotseat replay` learns from recorded rollouts: give false"),
-    _section(f"{_ROLLOUT}.skip", f"{_ROLLOUT}.skip.enable is false"),
-    _refused(f"{_ROLLOUT}.trace.backend", None, "episodes are recorded in the run directory (docs/run-directory.md)"),
-    _section(f"{_ROLLOUT}.trace", f"{_ROLLOUT}.trace.backend is null"),
-    _refused(f"{_ROLLOUT}.qat.enable", False, "weights are not quantised in training: give false"),
-    _section(f"{_ROLLOUT}.qat", f"{_ROLLOUT}.qat.enable is false"),
+    *_off(f"{_ROLLOUT}.skip", "enable", False, _REPLAY),
+    *_off(f"{_ROLLOUT}.trace", "backend", None, "episodes are recorded in the run directory (docs/run-directory.md)"),
+    *_off(f"{_ROLLOUT}.qat", "enable", False, _NOT_QUANTISED),
     _refused(f"{_ROLLOUT}.logprobs_mode", "processed_logprobs", "log-probs are those of the sampled distribution"),
     _refused(f"{_ROLLOUT}.log_prob_micro_batch_size", None, _PER_GPU),
     # without effect
@@ -574,13 +548,12 @@ _OF_DATA: tuple[Key, ...] = (
     _mapped("data.truncation", "text", "error", _LOST, by="overlong prompts"),
     _mapped("data.image_key", "text", "images", "data.image_key", by="images", is_optional=True),
     _mapped("data.trust_remote_code", "bool", False, "trust_remote_code", by="remote code"),
-    _same("data.gen_batch_size", "${data.train_batch_size}", "data.train_batch_size", "a step samples one batch"),
+    _same("data.gen_batch_size", "data.train_batch_size", "a step samples one batch"),
     _refused("data.reward_fn_key", "data_source", "rename that column to data_source"),
     _refused("data.tokenizer", None, _IN_CHECKPOINT),
     _refused("data.custom_cls.path", None, "rows are read from files: write them as parquet or JSON lines"),
     _idle("data.custom_cls.name", None, "data.custom_cls.path is null"),
-    _refused("data.sampler.class_path", None, "give hotseat.data.sampler=FILE.py:FUNCTION (docs/algorithms.md)"),
-    _section("data.sampler", "data.sampler.class_path is null"),
+    *_off("data.sampler", "class_path", None, "give hotseat.data.sampler=FILE.py:FUNCTION (docs/algorithms.md)"),
     _refused_section(
         "data.apply_chat_template_kwargs",
         f"set them in a template: give {_MODEL}.custom_chat_template with `{{% set NAME = VALUE %}}` in front",
@@ -665,7 +638,6 @@ _OF_REWARDS: tuple[Key, ...] = (
     ),
     _same(
         "reward.reward_kwargs.max_resp_len",
-        "${data.max_response_length}",
         "data.max_response_length",
         "the penalty grows up to the longest answer: give data.max_response_length",
         aliases=("reward_model.reward_kwargs.max_resp_len",),
@@ -673,8 +645,7 @@ _OF_REWARDS: tuple[Key, ...] = (
     _refused("reward.reward_manager.source", "register", "reward managers are naive and dapo: give register"),
     _refused("reward.reward_manager.module.path", None, "give your function as reward.custom_reward_function.path"),
     _idle("reward.reward_manager.module.name", "custom_reward_manager", "reward_manager.module.path is null"),
-    _refused("reward.reward_model.enable", False, _OWN_MODEL, aliases=("reward_model.enable",), fits=(None,)),
-    _section("reward.reward_model", _NO_REWARD_MODEL),
+    *_off("reward.reward_model", "enable", False, _OWN_MODEL, aliases=("reward_model.enable",), fits=(None,)),
     _refused(
         "reward.sandbox_fusion.url",
         None,
@@ -689,7 +660,7 @@ _OF_REWARDS: tuple[Key, ...] = (
         aliases=("reward_model.num_workers",),
     ),
     _refused("reward_model.reward_loop_module_path", None, "give your function as reward.custom_reward_function.path"),
-    _section("reward_model", _NO_REWARD_MODEL),
+    _section("reward_model", "reward.reward_model.enable is false"),
 )
 
 
@@ -718,15 +689,15 @@ _OF_ALGORITHM: tuple[Key, ...] = (
     _refused(f"{_CORRECTION}.bypass_mode", False, "the trainer's own old log-probs are used: give false"),
     _idle(f"{_CORRECTION}.loss_type", "ppo_clip", f"{_CORRECTION}.bypass_mode is false"),
     _idle(f"{_CORRECTION}.debug_rollout_actor_probs", False, f"{_CORRECTION}.bypass_mode is false"),
-    _refused(
-        "algorithm.filter_groups.enable",
+    *_off(
+        "algorithm.filter_groups",
+        "enable",
         False,
         "verl keeps prompts whose scores differ; give hotseat.algorithm.filtering.enabled=true, which keeps prompts"
         " whose mean score is between low and high",
     ),
-    _section("algorithm.filter_groups", _NO_FILTER),
     _refused("algorithm.use_pf_ppo", False, "samples are not drawn again by their scores: give false"),
-    _section("algorithm.pf_ppo", _NO_PREFERENCE),
+    _section("algorithm.pf_ppo", "algorithm.use_pf_ppo is false"),
     _refused(
         "algorithm.gdpo_reward_keys", None, "advantages are those of one reward: weigh its parts in your function"
     ),
@@ -772,8 +743,8 @@ _OF_TRAINER: tuple[Key, ...] = (
     _refused("trainer.esi_redundant_time", 0, "give trainer.save_freq, or hotseat.checkpoint.every_minutes"),
     _refused("trainer.v1.trainer_mode", "sync", _OVERLAP),
     _refused("trainer.v1.sampler.custom_sampler.path", None, "give hotseat.data.sampler=FILE.py:FUNCTION"),
-    _section("trainer.v1.sampler", _NO_SAMPLER),
-    _section("trainer.v1", _OTHER_MODES),
+    _section("trainer.v1.sampler", "trainer.v1.sampler.custom_sampler.path is null"),
+    _section("trainer.v1", "trainer.v1.trainer_mode is sync"),
     _idle("trainer.use_v1", True, "there is one loop"),
     _idle("trainer.balance_batch", True, _DIVIDED),
     _idle("trainer.balance_keep_minibatch", False, _DIVIDED),
@@ -787,17 +758,12 @@ _OF_TRAINER: tuple[Key, ...] = (
 
 _OF_OTHERS: tuple[Key, ...] = (
     _refused("model_engine", "dp", _FSDP_ONLY),
-    _refused(
-        "distillation.enabled",
-        False,
-        "give hotseat.algorithm.distill.coef and hotseat.reference.model (docs/algorithms.md)",
-    ),
-    _section("distillation", _NOT_DISTILLED),
-    _section("transfer_queue", _QUEUE),
+    *_off("distillation", "enabled", False, _DISTILLED),
+    _section("transfer_queue", "samples stay where they were made until ranks fetch them"),
     _section("global_profiler", _PROFILING),
-    _refused("skip.rollout.enable", False, "`hotseat replay` learns from recorded rollouts: give false"),
-    _refused("skip.rollout_tq.enable", False, "`hotseat replay` learns from recorded rollouts: give false"),
-    _refused("skip.async_rollout.enable", False, "`hotseat replay` learns from recorded rollouts: give false"),
+    _refused("skip.rollout.enable", False, _REPLAY),
+    _refused("skip.rollout_tq.enable", False, _REPLAY),
+    _refused("skip.async_rollout.enable", False, _REPLAY),
     _section("skip", "no rollout is skipped"),
     _section("ray_kwargs", _RAY),
     _section("hydra", "a run has a directory of its own (hotseat.run_dir)"),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from field_readers import find_readers, readings
+from openrlhf_table import BEGIN, END, main, render_table
 
 from hotseat.config.load import valid_keys
 from hotseat.config.unsupported import UNSUPPORTED
@@ -12,7 +13,6 @@ from hotseat.openrlhf.argv import parse
 from hotseat.openrlhf.config_draft import ConfigDraft
 from hotseat.openrlhf.derive import DERIVED
 from hotseat.openrlhf.flags import COMMANDS, TASKS, spellings
-from hotseat.openrlhf.flags_table import BEGIN, END, main, render_table
 from hotseat.words import with_table
 
 ROOT = Path(__file__).parents[2]
@@ -373,7 +373,7 @@ def four(data: DataConfig):
 
 def test_the_documented_table_is_what_the_flags_say():
     document = (ROOT / "docs" / "openrlhf.md").read_text()
-    hint = "run: python -m hotseat.openrlhf.flags_table docs/openrlhf.md"
+    hint = "run: python scripts/openrlhf_table.py docs/openrlhf.md"
     assert document == with_table(document, render_table(), BEGIN, END), hint
 
 

@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from contextlib import closing
 
 import pytest
-from cluster_workers import Plain, wait_until
+from cluster_workers import Plain
+from waiting import wait_until
 
 from hotseat.cluster import sighting
 from hotseat.cluster.activity import DIRECTORY, Activity, Operation, read_activity

@@ -9,7 +9,8 @@ import traceback
 
 import pytest
 import torch
-from cluster_workers import Busy, Closing, Plain, Waiting, wait_until
+from cluster_workers import Busy, Closing, Plain, Waiting
+from waiting import wait_until
 
 from hotseat.cluster import Cluster, Process, reports_death
 from hotseat.cluster.local import LocalRuntime

@@ -12,15 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-
-PATIENCE_S = 120.0  # longer than anything takes on a loaded machine
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, "it has not come true"
-        time.sleep(0.01)
+from waiting import PATIENCE_S, wait_until
 
 
 class Plain:

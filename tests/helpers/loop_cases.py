@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -108,61 +109,57 @@ def _made_task(seed: int, architecture: str, **shape: float) -> Path:
     return directory
 
 
-def rl_yaml(directory: Path, **changes: str) -> str:
+def as_yaml(sections: Mapping[str, str]) -> str:
+    """Return a config of sections in YAML; an empty one is left out."""
+    return "\n".join(f"{key}: {value}" for key, value in sections.items() if value)
+
+
+def _config(directory: Path, task: str, own: dict[str, str], changes: dict[str, str]) -> str:
+    """Return a config of a task that trains the model in a folder."""
     sections = {
-        "name": "run",
+        "task": task,
+        "name": task or "run",
         "run_dir": f"{directory}/runs",
         "cluster": "{runtime: local}",
         "actor": f"{{model: {directory}/model, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}",
+    }
+    return as_yaml(sections | own | changes)
+
+
+def rl_yaml(directory: Path, **changes: str) -> str:
+    sections = {
         "data": f"{{path: {directory}/prompts.jsonl, label_key: label, max_length: 16}}",
         "reward": f"{{function: {directory}/reward.py}}",
         "rollout": "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4, num_slots: 8}",
         "train": "{dtype: fp32, batch_size: 16, micro_batch_size: 8}",
         "seed": "3",
-    } | changes
-    return "\n".join(f"{key}: {value}" for key, value in sections.items() if value)
+    }
+    return _config(directory, "", sections, changes)
 
 
 def sft_yaml(directory: Path, **changes: str) -> str:
     sections = {
-        "task": "sft",
-        "name": "sft",
-        "run_dir": f"{directory}/runs",
-        "cluster": "{runtime: local}",
-        "actor": f"{{model: {directory}/model, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}",
         "data": f"{{path: {directory}/examples.jsonl, output_key: output, max_length: 16}}",
         "eval": f"{{path: {directory}/examples.jsonl}}",
         "train": "{dtype: fp32, batch_size: 4, micro_batch_size: 2, max_epochs: 4}",
-    } | changes
-    return "\n".join(f"{key}: {value}" for key, value in sections.items() if value)
+    }
+    return _config(directory, "sft", sections, changes)
 
 
 def rm_yaml(directory: Path, **changes: str) -> str:
-    sections = {
-        "task": "rm",
-        "name": "rm",
-        "run_dir": f"{directory}/runs",
-        "cluster": "{runtime: local}",
-        "actor": f"{{model: {directory}/model, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}",
-        "data": f"{{path: {directory}/pairs.jsonl, prompt_key: prompt, max_length: 16}}",
-        "eval": f"{{path: {directory}/held_out_pairs.jsonl}}",
-        "train": "{dtype: fp32, batch_size: 32, micro_batch_size: 16}",
-    } | changes
-    return "\n".join(f"{key}: {value}" for key, value in sections.items() if value)
+    return _config(directory, "rm", _pairs(directory), changes)
 
 
 def dpo_yaml(directory: Path, **changes: str) -> str:
-    sections = {
-        "task": "dpo",
-        "name": "dpo",
-        "run_dir": f"{directory}/runs",
-        "cluster": "{runtime: local}",
-        "actor": f"{{model: {directory}/model, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}",
+    return _config(directory, "dpo", _pairs(directory), changes)
+
+
+def _pairs(directory: Path) -> dict[str, str]:
+    return {
         "data": f"{{path: {directory}/pairs.jsonl, prompt_key: prompt, max_length: 16}}",
         "eval": f"{{path: {directory}/held_out_pairs.jsonl}}",
         "train": "{dtype: fp32, batch_size: 32, micro_batch_size: 16}",
-    } | changes
-    return "\n".join(f"{key}: {value}" for key, value in sections.items() if value)
+    }
 
 
 def weights(task: Path, name: str = "run") -> dict[str, torch.Tensor]:

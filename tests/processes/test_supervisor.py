@@ -10,7 +10,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
-from cluster_workers import wait_until
+from waiting import wait_until
 
 from hotseat.cluster import Cluster
 from hotseat.cluster.ports import free_port

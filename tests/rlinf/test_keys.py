@@ -10,7 +10,6 @@ import secrets
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from waiting import wait_until
 
 from hotseat.errors import UserError
 from hotseat.rlinf import broker
@@ -68,13 +68,6 @@ def num_queues(directory: QueueDirectory, request) -> int:
         return len(directory._local)
     directory.open("last", 1).size()  # answered after messages that were sent before
     return len(request.getfixturevalue("server")._queues)
-
-
-def wait_until(condition) -> None:
-    until = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < until, "it has not come true"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from hotseat.errors import DeadlineError, WorkerError
 from hotseat.rlinf import wire
@@ -333,13 +334,6 @@ def memory_of(pid: int | str) -> int:
         with contextlib.suppress(OSError):  # the listing's own
             links.append(os.readlink(path))
     return sum("hotseat-item" in link for link in links)
-
-
-def wait_until(condition) -> None:
-    until = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < until, "it has not come true"
-        time.sleep(0.01)
 
 
 def test_large_items_wait_in_memory_of_their_own_and_leave_none(broker):

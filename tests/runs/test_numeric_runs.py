@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from loop_cases import as_yaml
 from stopped_runs import stopped_after_saving
 
 from hotseat.cli.main import main
@@ -39,7 +40,7 @@ def run(folder: Path, name: str, code: int = 0, **changes: str) -> Path:
     actor = f"{{model: {folder}/policy, optimizer: {{learning_rate: 1e-3, schedule: constant}}}}"
     sections = BASE | {"name": name, "run_dir": f"{folder}/runs", "actor": actor} | changes
     file = folder / f"{name}.yaml"
-    file.write_text("\n".join(f"{key}: {value}" for key, value in sections.items() if value))
+    file.write_text(as_yaml(sections))
     assert main(["run", str(file)]) == code
     return folder / "runs" / name
 

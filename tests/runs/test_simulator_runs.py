@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from loop_cases import make_task
+from loop_cases import as_yaml, make_task
 from stopped_runs import stopped_after_saving
 
 from hotseat.cli.main import main
@@ -44,7 +44,7 @@ def run(task: Path, name: str, **changes: str) -> Path:
     actor = f"{{model: {task}/model, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}"
     sections = BASE | {"name": name, "run_dir": f"{task}/runs", "actor": actor} | changes
     file = task / f"{name}.yaml"
-    file.write_text("\n".join(f"{key}: {value}" for key, value in sections.items() if value))
+    file.write_text(as_yaml(sections))
     assert main(["run", str(file)]) == 0
     return task / "runs" / name
 

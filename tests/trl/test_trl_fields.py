@@ -5,11 +5,11 @@ import importlib
 from pathlib import Path
 
 import pytest
+from trl_table import BEGIN, END, main, render_tables
 
 from hotseat.config.load import valid_keys
 from hotseat.trl.conversions import DERIVED
 from hotseat.trl.peft_config import NAMES, WITHOUT_EFFECT
-from hotseat.trl.table import BEGIN, END, main, render_tables
 from hotseat.trl.trl_fields import CONFIGS, DPO, GRPO, REWARD, SFT, SHARED, VERSION
 from hotseat.words import with_table
 
@@ -69,7 +69,7 @@ def test_every_function_that_derives_reads_a_field_of_the_table():
 
 def test_the_documented_tables_are_what_the_fields_say():
     document = DOCUMENT.read_text()
-    assert document == with_table(document, render_tables(), BEGIN, END), "run: python -m hotseat.trl.table docs/trl.md"
+    assert document == with_table(document, render_tables(), BEGIN, END), "run: python scripts/trl_table.py docs/trl.md"
 
 
 def test_the_command_writes_the_tables_into_the_page(tmp_path):

@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+from verl_table import BEGIN, END, render_table
 
 from hotseat.config.load import valid_keys
 from hotseat.errors import ConfigError
 from hotseat.verl.command_help import WIDTH, render_help
 from hotseat.verl.key_values import DERIVED
-from hotseat.verl.keys_table import BEGIN, END, render_table
 from hotseat.verl.overrides import parse
 from hotseat.verl.to_config import translate
 from hotseat.verl.verl_keys import BY_NAME, KEYS, find
@@ -263,4 +263,4 @@ def test_the_help_names_every_key():
 def test_the_counts_in_the_documentation_are_those_of_the_table():
     document = DOCS.read_text()
     table = document.partition(BEGIN)[2].partition(END)[0].strip()
-    assert table == render_table(), "python -m hotseat.verl.keys_table docs/verl.md"
+    assert table == render_table(), "python scripts/verl_table.py docs/verl.md"

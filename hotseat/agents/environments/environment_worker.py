@@ -125,7 +125,11 @@ class _Worker:
         _beside("lazy_certificates.py").install()
         self._prints = self._reports.Prints(self._send)
         self._prints.capture()
-        self._reports.note_exits(self._send, self._lines.line_of)
+        self._reports.note_exits(
+            self._reports.current_episode.get,
+            lambda episode, how: self._send({"exits": episode, "how": how}),
+            self._lines.line_of,
+        )
         if spec.get("helpers"):
             _install_helpers()
         module = _load(spec["file"])

@@ -135,17 +135,16 @@ class BlockReports(threading.Thread):
                 reported_s = silent_s
 
 
-def note_exits(send: Send, line_of: LineOf) -> None:
-    """Have `os._exit`, which nothing else can see, report the episode, the exit code and the user's line first."""
+def note_exits(current: Callable[[], Any], report: Callable[[Any, str], object], line_of: LineOf) -> None:
+    """Have `os._exit`, which nothing else can see, report first: what is current, the exit code, the user's line."""
     end, pid = os._exit, os.getpid()
 
     def noted(status: int) -> None:
-        episode = current_episode.get()
+        episode = current()
         if os.getpid() == pid and episode is not None:  # not in a fork, which ends so
             with contextlib.suppress(Exception):
                 where = line_of(sys._getframe(1))
-                at = "" if where is None else f", by os._exit at {where}"
-                send({"exits": episode, "how": f"exit code {status}{at}"})
+                report(episode, f"exit code {status}{'' if where is None else f', by os._exit at {where}'}")
         end(status)
 
     os._exit = noted  # type: ignore[assignment]

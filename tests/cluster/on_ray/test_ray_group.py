@@ -14,7 +14,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from cluster_workers import Busy, Closing, Plain, Waiting, wait_until
+from cluster_workers import Busy, Closing, Plain, Waiting
+from waiting import wait_until
 
 from hotseat.cluster import Cluster, Holder, Leases, Process
 from hotseat.errors import DeadlineError, PlacementError, RunError, WorkerError

@@ -8,7 +8,8 @@ import signal
 import threading
 
 import pytest
-from cluster_workers import Busy, Plain, wait_until
+from cluster_workers import Busy, Plain
+from waiting import wait_until
 
 from hotseat.cluster import reports_death
 from hotseat.cluster.on_ray import relays

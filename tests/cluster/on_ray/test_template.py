@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster_workers import Plain, wait_until
+from cluster_workers import Plain
+from waiting import wait_until
 
 from hotseat.cluster import Cluster, Process, started_template
 from hotseat.cluster.on_ray import forked, template_process

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch
 import transformers
 from loop_cases import make_task, make_value_model
 from reward_servers import WAIT_S, HeldPort
+from waiting import wait_until
 
 from hotseat.cli import main, serve_rm
 from hotseat.errors import UserError
@@ -405,13 +405,6 @@ def test_too_many_requests_are_sent_away_for_a_while():
         for thread in threads:
             thread.join(WAIT_S)
         assert [status for status, _ in found] == [200, 200]
-
-
-def wait_until(condition) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_server_that_stops_answers_what_has_arrived_and_takes_no_more():

@@ -11,7 +11,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 import torch
 from file_devices import FileDevices
 from queue_tools import fail, queue_of
+from waiting import wait_until
 
 from hotseat.errors import DeadlineError, WorkerError
 from hotseat.rlinf import device_items
@@ -114,13 +114,6 @@ def far(broker: Broker, channel: Queue) -> Queue:
     """The same channel in a process on another machine."""
     elsewhere = replace(broker.address, path=f"{broker.address.path}-of-another-machine")
     return Queue("tensors", 200, BrokerClient(elsewhere, channel.link.channel, 200))
-
-
-def wait_until(condition) -> None:
-    until = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < until, "it has not come true"
-        time.sleep(0.01)
 
 
 def numbers(*shape: int) -> torch.Tensor:

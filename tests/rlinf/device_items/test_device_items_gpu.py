@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from queue_tools import fail, queue_of
+from waiting import wait_until
 
 from hotseat.errors import WorkerError
 from hotseat.rlinf import device_items
@@ -86,13 +87,6 @@ def peers(tmp_path_factory):
 @pytest.fixture
 def peer(peers):
     return peers[0]
-
-
-def wait_until(condition) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until, "it has not come true"
-        time.sleep(0.01)
 
 
 def used() -> int:

@@ -1,4 +1,4 @@
-"""The counts of keys in docs/verl.md: `python -m hotseat.verl.keys_table FILE` updates them."""
+"""The counts of keys in docs/verl.md: `python scripts/verl_table.py FILE` updates them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of TRL's fields in docs/trl.md: `python -m hotseat.trl.table FILE` updates them."""
+"""The tables of TRL's fields in docs/trl.md: `python scripts/trl_table.py FILE` updates them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of all flags in docs/openrlhf.md: `python -m hotseat.openrlhf.flags_table FILE` updates it."""
+"""The table of all flags in docs/openrlhf.md: `python scripts/openrlhf_table.py FILE` updates it."""
 
 from __future__ import annotations
 
