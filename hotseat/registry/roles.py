@@ -125,7 +125,7 @@ ROLES = Table[RoleEntry](  # in the order in which messages list them
     ),
 )
 
-_COMPONENT = _role(
+COMPONENT = _role(
     "a custom name",
     "component",
     4,
@@ -139,9 +139,4 @@ _COMPONENT = _role(
 
 def role_entry(name: str) -> RoleEntry:
     """Return the facts about a role; any other name is that of a user's component."""
-    return ROLES.get(name) or replace(_COMPONENT, name=name, section=f"components.{name}")
-
-
-def roles_in_docs() -> list[RoleEntry]:
-    """Return all entries, that of components included, in the order of their work in a step."""
-    return sorted([*ROLES.values(), _COMPONENT], key=lambda entry: entry.turn)
+    return ROLES.get(name) or replace(COMPONENT, name=name, section=f"components.{name}")

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from algorithm_cases import assert_close, make_layout, numbers
+from algorithm_cases import assert_close, assert_same_gradients, make_layout, numbers
 
 from hotseat.algorithms.advantages import compute_advantages
 from hotseat.algorithms.aggregation import loss_weights, mask_truncated, weighted_sum
@@ -42,21 +42,13 @@ def _step_loss(token_losses, how, layout=LAYOUT):
     return weighted_sum(token_losses, weights)
 
 
-def _assert_same(our_loss, their_loss, ours, theirs):
-    assert_close(our_loss, their_loss)
-    our_loss.backward()
-    their_loss.backward()
-    assert float(ours.grad.abs().sum()) > 0
-    assert_close(ours.grad, theirs.grad)
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("loss_type", "how"), AGGREGATIONS)
 def test_ppo_clip_and_aggregation_equal_trl(trl, loss_type, how, seed):
     ours, theirs, old, advantages = _inputs(seed)
     our_loss = _step_loss(ppo_loss(ours, old, advantages, LAYOUT.mask, **CLIP).loss, how)
     their_loss = trl.grpo_loss(loss_type, LAYOUT, theirs, old, advantages, **CLIP, max_completion_length=MAX_LENGTH)
-    _assert_same(our_loss, their_loss, ours, theirs)
+    assert_same_gradients(our_loss, their_loss, ours, theirs)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -64,7 +56,7 @@ def test_dual_clip_equals_trl_delta(trl, seed):
     ours, theirs, old, advantages = _inputs(seed)
     result = ppo_loss(ours, old, advantages, LAYOUT.mask, **CLIP, dual_clip=1.4)
     their_loss = trl.grpo_loss("dapo", LAYOUT, theirs, old, advantages, **CLIP, delta=1.4)
-    _assert_same(_step_loss(result.loss, "token_mean"), their_loss, ours, theirs)
+    assert_same_gradients(_step_loss(result.loss, "token_mean"), their_loss, ours, theirs)
 
 
 def test_dual_clip_case_is_reached():
@@ -84,7 +76,7 @@ def test_gspo_equals_trl_sequence_level(trl, seed):
     advantages = numbers(seed + 200, LAYOUT.num_episodes)[LAYOUT.token_episode]
     our_loss = _step_loss(gspo_loss(ours, old, advantages, LAYOUT, **CLIP).loss, "sequence_mean")
     their_loss = trl.grpo_loss("grpo", LAYOUT, theirs, old, advantages, **CLIP, level="sequence")
-    _assert_same(our_loss, their_loss, ours, theirs)
+    assert_same_gradients(our_loss, their_loss, ours, theirs)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -93,7 +85,7 @@ def test_cispo_equals_trl(trl, seed):
     result = cispo_loss(ours, old, advantages, LAYOUT.mask, eps_low=1.0, eps_high=0.28)
     assert result.clipped.any()
     their_loss = trl.grpo_loss("cispo", LAYOUT, theirs, old, advantages, eps_high=1.28)
-    _assert_same(_step_loss(result.loss, "token_mean"), their_loss, ours, theirs)
+    assert_same_gradients(_step_loss(result.loss, "token_mean"), their_loss, ours, theirs)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -102,7 +94,7 @@ def test_sapo_equals_trl(trl, seed):
     temperatures = {"temperature_pos": 1.3, "temperature_neg": 1.7}
     result = sapo_loss(ours, old, advantages, LAYOUT.mask, **temperatures)
     their_loss = trl.grpo_loss("sapo", LAYOUT, theirs, old, advantages, **temperatures)
-    _assert_same(_step_loss(result.loss, "sequence_mean"), their_loss, ours, theirs)
+    assert_same_gradients(_step_loss(result.loss, "sequence_mean"), their_loss, ours, theirs)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -114,7 +106,7 @@ def test_gmpo_equals_trl_whose_clips_are_of_log_ratios(trl, seed):
     assert result.clipped.any()
     assert not result.clipped.all()
     their_loss = trl.gmpo_loss(LAYOUT, theirs, old, advantages, low=0.2, high=0.3)
-    _assert_same(_step_loss(result.loss, "sequence_mean"), their_loss, ours, theirs)
+    assert_same_gradients(_step_loss(result.loss, "sequence_mean"), their_loss, ours, theirs)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -124,7 +116,7 @@ def test_gspos_ratio_to_the_engine_equals_trl_with_the_engines_log_probs(trl, se
     engine = old + numbers(seed + 300, LAYOUT.num_tokens, scale=0.2)
     result = gspo_loss(ours, old, advantages, LAYOUT, **CLIP, ratio_base_log_probs=engine)
     their_loss = trl.grpo_loss("grpo", LAYOUT, theirs, engine, advantages, **CLIP, level="sequence")
-    _assert_same(_step_loss(result.loss, "sequence_mean"), their_loss, ours, theirs)
+    assert_same_gradients(_step_loss(result.loss, "sequence_mean"), their_loss, ours, theirs)
 
 
 @pytest.mark.parametrize(("loss_type", "how"), AGGREGATIONS)
@@ -144,7 +136,7 @@ def test_k3_as_a_loss_equals_trl(trl, loss_type, how):
         beta=0.3,
         max_completion_length=MAX_LENGTH,
     )
-    _assert_same(_step_loss(token_losses, how), their_loss, ours, theirs)
+    assert_same_gradients(_step_loss(token_losses, how), their_loss, ours, theirs)
 
 
 def test_entropy_bonus_equals_trl_under_token_mean(trl):
@@ -154,7 +146,7 @@ def test_entropy_bonus_equals_trl_under_token_mean(trl):
     their_loss = trl.grpo_loss(
         "dapo", LAYOUT, theirs, old, advantages, **CLIP, entropies=theirs.exp(), entropy_coef=0.05
     )
-    _assert_same(_step_loss(token_losses, "token_mean"), their_loss, ours, theirs)
+    assert_same_gradients(_step_loss(token_losses, "token_mean"), their_loss, ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +190,7 @@ def test_corrections_and_their_place_in_the_loss_equal_trl(trl, kind, mode):
         reference_log_probs=reference,
         beta=0.2,
     )
-    _assert_same(_step_loss(token_losses, "sequence_mean", layout), their_loss, ours, theirs)
+    assert_same_gradients(_step_loss(token_losses, "sequence_mean", layout), their_loss, ours, theirs)
 
 
 def test_an_empty_episode_counts_in_trl_and_not_here(trl):

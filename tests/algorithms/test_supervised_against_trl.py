@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from algorithm_cases import assert_close, make_layout, numbers
+from algorithm_cases import assert_close, assert_same_gradients, make_layout, numbers
 
 from hotseat.algorithms.aggregation import loss_weights, weighted_sum
 from hotseat.algorithms.supervised_loss import (
@@ -42,19 +42,11 @@ def _answers(log_probs, reference, layout=LAYOUT):
     return policy[CHOSEN], policy[REJECTED], reference[CHOSEN], reference[REJECTED]
 
 
-def _assert_same(our_loss, their_loss, ours, theirs):
-    assert_close(our_loss, their_loss)
-    our_loss.backward()
-    their_loss.backward()
-    assert float(ours.grad.abs().sum()) > 0
-    assert_close(ours.grad, theirs.grad)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_dpo_equals_trl_sigmoid(trl, seed):
     ours, theirs, reference = _inputs(seed)
     our_loss = dpo_loss(*_answers(ours, reference), beta=BETA).loss.mean()
-    _assert_same(our_loss, trl.dpo_loss(["sigmoid"], LAYOUT, theirs, reference, beta=BETA), ours, theirs)
+    assert_same_gradients(our_loss, trl.dpo_loss(["sigmoid"], LAYOUT, theirs, reference, beta=BETA), ours, theirs)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -66,7 +58,7 @@ def test_cdpo_equals_trl_smoothed_aot_of_a_single_pair(trl, seed):
     pair = (policy[:1], policy[1:], reference_sums[:1], reference_sums[1:])
     our_loss = dpo_loss(*pair, beta=BETA, label_smoothing=0.2).loss.mean()
     their_loss = trl.dpo_loss(["aot"], layout, theirs, reference, beta=BETA, label_smoothing=0.2)
-    _assert_same(our_loss, their_loss, ours, theirs)
+    assert_same_gradients(our_loss, their_loss, ours, theirs)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -76,14 +68,14 @@ def test_ipo_with_lengths_equals_trl(trl, seed):
     our_loss = ipo_loss(
         *_answers(ours, reference), beta=BETA, chosen_lengths=lengths[CHOSEN], rejected_lengths=lengths[REJECTED]
     ).loss.mean()
-    _assert_same(our_loss, trl.dpo_loss(["ipo"], LAYOUT, theirs, reference, beta=BETA), ours, theirs)
+    assert_same_gradients(our_loss, trl.dpo_loss(["ipo"], LAYOUT, theirs, reference, beta=BETA), ours, theirs)
 
 
 def test_summed_ipo_equals_trl_on_answers_of_one_token(trl):
     layout = make_layout([[[0, 1]]] * 6)
     ours, theirs, reference = _inputs(3, layout)
     our_loss = ipo_loss(*_answers(ours, reference, layout), beta=BETA).loss.mean()
-    _assert_same(our_loss, trl.dpo_loss(["ipo"], layout, theirs, reference, beta=BETA), ours, theirs)
+    assert_same_gradients(our_loss, trl.dpo_loss(["ipo"], layout, theirs, reference, beta=BETA), ours, theirs)
 
 
 def test_dpo_with_token_mean_nll_equals_trl_sft_term(trl):
@@ -92,7 +84,7 @@ def test_dpo_with_token_mean_nll_equals_trl_sft_term(trl):
     nll = sft_loss(ours, chosen_tokens).sum() / chosen_tokens.sum()
     our_loss = dpo_loss(*_answers(ours, reference), beta=BETA).loss.mean() + 0.4 * nll
     their_loss = trl.dpo_loss(["sigmoid", "sft"], LAYOUT, theirs, reference, beta=BETA, loss_weights=[1.0, 0.4])
-    _assert_same(our_loss, their_loss, ours, theirs)
+    assert_same_gradients(our_loss, their_loss, ours, theirs)
 
 
 def test_dpo_with_mean_of_means_nll_equals_trl_on_answers_of_one_length(trl):
@@ -101,7 +93,7 @@ def test_dpo_with_mean_of_means_nll_equals_trl_on_answers_of_one_length(trl):
     answers = _answers(ours, reference, layout)
     our_loss = (dpo_loss(*answers, beta=BETA).loss + 0.4 * answer_nll(answers[0], torch.tensor([2, 2, 2]))).mean()
     their_loss = trl.dpo_loss(["sigmoid", "sft"], layout, theirs, reference, beta=BETA, loss_weights=[1.0, 0.4])
-    _assert_same(our_loss, their_loss, ours, theirs)
+    assert_same_gradients(our_loss, their_loss, ours, theirs)
 
 
 def _of_logits(seed, lengths, prompt):
@@ -124,14 +116,14 @@ def test_orpo_equals_trl_where_its_likelihood_is_of_the_answers(trl, seed, lengt
     """TRL's likelihood term counts prompts, and is a mean over tokens: here prompts have a token, which has none."""
     ours, theirs, answers, token_ids, mask = _of_logits(seed, lengths, prompt=1)
     our_loss = orpo_loss(*answers, beta=BETA).loss.mean()
-    _assert_same(our_loss, trl.orpo_loss(token_ids, mask, theirs, beta=BETA), ours, theirs)
+    assert_same_gradients(our_loss, trl.orpo_loss(token_ids, mask, theirs, beta=BETA), ours, theirs)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_simpo_equals_trl(trl, seed):
     ours, theirs, answers, token_ids, mask = _of_logits(seed, [2, 4, 3, 3, 2, 1], prompt=2)
     our_loss = simpo_loss(*answers, beta=2.0, gamma=0.7).loss.mean()
-    _assert_same(our_loss, trl.simpo_loss(token_ids, mask, theirs, beta=2.0, gamma=0.7), ours, theirs)
+    assert_same_gradients(our_loss, trl.simpo_loss(token_ids, mask, theirs, beta=2.0, gamma=0.7), ours, theirs)
 
 
 def test_summed_ipo_and_cdpo_equal_a_derivation_of_openrlhfs_formulas_in_loss_and_gradient():
@@ -165,7 +157,9 @@ def test_summed_ipo_and_cdpo_equal_a_derivation_of_openrlhfs_formulas_in_loss_an
 def test_sft_equals_trl(trl, seed):
     ours, theirs, _ = _inputs(seed)
     weights = loss_weights(LAYOUT, "token_mean", dtype=torch.float64)
-    _assert_same(weighted_sum(sft_loss(ours, LAYOUT.mask), weights), trl.sft_loss(LAYOUT, theirs), ours, theirs)
+    assert_same_gradients(
+        weighted_sum(sft_loss(ours, LAYOUT.mask), weights), trl.sft_loss(LAYOUT, theirs), ours, theirs
+    )
 
 
 def test_sft_on_trl_log_probs_equals_cross_entropy_of_the_logits(trl):
@@ -177,7 +171,7 @@ def test_sft_on_trl_log_probs_equals_cross_entropy_of_the_logits(trl):
     weights = loss_weights(LAYOUT, "token_mean", dtype=torch.float64)
     our_loss = weighted_sum(sft_loss(selective_log_softmax(ours, tokens), LAYOUT.mask), weights)
     their_loss = torch.nn.functional.cross_entropy(theirs, tokens.masked_fill(~LAYOUT.mask, -100))
-    _assert_same(our_loss, their_loss, ours, theirs)
+    assert_same_gradients(our_loss, their_loss, ours, theirs)
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "logexp"])
@@ -186,4 +180,4 @@ def test_pairwise_loss_equals_trl(trl, kind, with_margin):
     ours, theirs = numbers(7, 2, 5, scale=3, grad=True), numbers(7, 2, 5, scale=3, grad=True)
     margin = numbers(8, 5).abs() if with_margin else None
     our_loss = pairwise_loss(ours[0], ours[1], margin=margin, kind=kind).mean()
-    _assert_same(our_loss, trl.reward_loss(theirs[0], theirs[1], margin), ours, theirs)
+    assert_same_gradients(our_loss, trl.reward_loss(theirs[0], theirs[1], margin), ours, theirs)

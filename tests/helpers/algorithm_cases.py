@@ -49,6 +49,15 @@ def numbers(seed: int, *shape: int, scale: float = 1.0, grad: bool = False) -> T
     return values.requires_grad_(grad)
 
 
+def assert_same_gradients(our_loss: Tensor, their_loss: Tensor, ours: Tensor, theirs: Tensor) -> None:
+    """Compare two losses, and their gradients for `ours` and `theirs`."""
+    assert_close(our_loss, their_loss)
+    our_loss.backward()
+    their_loss.backward()
+    assert float(ours.grad.abs().sum()) > 0
+    assert_close(ours.grad, theirs.grad)
+
+
 def with_rubbish(values: Tensor, mask: Tensor) -> Tensor:
     """The same under the mask, NaN and infinities elsewhere."""
     rubbish = torch.tensor([NAN, torch.inf, -torch.inf], dtype=values.dtype).repeat(len(values) // 3 + 1)[: len(values)]

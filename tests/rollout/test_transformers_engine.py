@@ -50,19 +50,9 @@ from hotseat.types import Completion, Request, Sampling
 
 from . import conformance
 from .conformance import PATIENCE_S, Subject, mixed, named_weights, reference_log_probs, request, slowly, until
+from .kernel_checks import GROUPED, SHAPE
 
 pytestmark = pytest.mark.slow
-
-SHAPE = {
-    "vocab_size": 67,  # no multiple of anything
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 640,
-    "initializer_range": 0.15,
-}
-GROUPED = {**SHAPE, "num_key_value_heads": 2}
 
 LLAMA_LIKE: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),

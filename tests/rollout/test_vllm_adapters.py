@@ -32,20 +32,11 @@ from hotseat.train.lora import target_layers
 from . import conformance
 from .conformance import PATIENCE_S, Subject, named_weights, reference_log_probs
 from .test_transformers_engine import random_model
+from .test_vllm_engine import SHAPE
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 RANK = 3  # vLLM has room for 8: the rest stays zero
-SHAPE = {
-    "vocab_size": 67,
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 704,
-    "initializer_range": 0.1,
-}
 LLAMA = LlamaConfig(**SHAPE, tie_word_embeddings=True)
 OTHERS = [
     MistralConfig(**SHAPE, sliding_window=None),

@@ -2,18 +2,17 @@
 
 import hashlib
 import json
-import os
 import pickle
 import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from environments import own_environment
 from loop_cases import make_task, rl_yaml
+from pickles import Bomb
 from safetensors.torch import load_file
 from stopped_runs import stopped_after_saving
 
@@ -99,16 +98,6 @@ def test_what_is_cut_short_or_missing_is_named_and_no_run_starts_anew(broken, ca
         assert "remove it" not in message
         (only / name).write_bytes(data)
     assert main(["resume", str(broken)]) == 0
-
-
-class Bomb:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._path),)
 
 
 def test_a_checkpoint_that_was_forged_as_a_whole_runs_no_code(broken, capsys, tmp_path):

@@ -242,6 +242,17 @@ def copy_weights(backend: Backend, **kwargs: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in backend.weights(**kwargs)}
 
 
+def outcome(backend: Backend, facts: Sequence[tuple[float, ...]], scores: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the weights that updates led to, with what they reported and scores after them. Closes the backend."""
+    result = {
+        "weights": copy_weights(backend),
+        "reports": torch.tensor(facts, dtype=torch.float64),
+        "log_probs": torch.cat([*scores]),
+    }
+    backend.close()
+    return result
+
+
 def assert_close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float = TOLERANCE) -> None:
     assert ours.keys() == theirs.keys()
     for name in ours:
@@ -1110,13 +1121,7 @@ def _shares_sequences(model: Callable[[], PreTrainedModel], loss: Any, options: 
             scores += backend.log_probs(work, 0.9) if options.head == "policy" else backend.values(work)
         assert len(backend.gather_facts(rank, "count")) == 1
         assert backend.gather_facts(rank, "count", of_every_rank=True) == list(range(num_ranks))
-        result = {
-            "weights": copy_weights(backend),
-            "reports": torch.tensor(facts, dtype=torch.float64),
-            "log_probs": torch.cat(scores),
-        }
-        backend.close()
-        return result
+        return outcome(backend, facts, scores)
 
     return scenario
 

@@ -14,7 +14,7 @@ from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch
 from hotseat.vision import tokens_of
 
-from .conformance import OPTIONS, ClippedLoss, Make, Scenario, ValueLoss, copy_weights
+from .conformance import OPTIONS, ClippedLoss, Make, Scenario, ValueLoss, outcome
 
 
 def work_of(directory: Path, step: int) -> list[MicroBatch]:
@@ -60,13 +60,7 @@ def _trains(first_share: int, options: TrainOptions = OPTIONS, family: str = "qw
             if options.lora is not None:
                 with backend.without_adapters():  # the policy as its own reference
                     scores += backend.log_probs(work, 0.9)
-        result = {
-            "weights": copy_weights(backend),
-            "reports": torch.tensor(facts, dtype=torch.float64),
-            "log_probs": torch.cat(scores),
-        }
-        backend.close()
-        return result
+        return outcome(backend, facts, scores)
 
     return scenario
 

@@ -6,13 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hotseat.train.backend import TrainOptions
 from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.packing import split_by_count
 
-from .conformance import OPTIONS, ClippedLoss, Make, Scenario, copy_weights, some_segments, tiny_model
+from .conformance import OPTIONS, ClippedLoss, Make, Scenario, outcome, some_segments, tiny_model
 
 NUM_SHARING = 2
 
@@ -33,13 +31,7 @@ def _trains(shares: tuple[int, int], options: TrainOptions = OPTIONS, compiler: 
                 (report.loss, report.grad_norm, report.num_tokens, report.num_sampled, report.metrics["clipped"])
             )
             scores += backend.log_probs(work, 0.9)
-        result = {
-            "weights": copy_weights(backend),
-            "reports": torch.tensor(facts, dtype=torch.float64),
-            "log_probs": torch.cat(scores),
-        }
-        backend.close()
-        return result
+        return outcome(backend, facts, scores)
 
     return scenario
 

@@ -38,6 +38,7 @@ from .conformance import (
     assert_identical,
     copy_weights,
     learns,
+    outcome,
     some_segments,
     tiny_model,
     tiny_value_model,
@@ -117,13 +118,7 @@ def _trains_as(model: Callable[[], PreTrainedModel], options: TrainOptions, loss
         scores = backend.values if options.head == "value" else lambda batches: backend.log_probs(batches, 0.9)
         assert len(backend.gather_facts(rank, "count")) == 1
         assert backend.gather_facts(rank, "count", of_every_rank=True) == list(range(num_ranks))
-        result = {
-            "weights": copy_weights(backend),
-            "reports": torch.tensor(facts, dtype=torch.float64),
-            "log_probs": torch.cat(scores([some_segments()])),
-        }
-        backend.close()
-        return result
+        return outcome(backend, facts, scores([some_segments()]))
 
     return scenario
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pickles import Bomb
 
 from hotseat.errors import RunError
 from hotseat.train.checkpoint_files import (
@@ -98,16 +98,6 @@ def test_random_draws_repeat_from_their_states() -> None:
 
 
 # --- files that somebody forged -----------------------------------------------------------------------------------
-
-
-class Bomb:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._path),)
 
 
 def forged(metadata: dict[str, Any], directory: Path) -> CheckpointFiles:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pickles import Bomb
 
 from hotseat.errors import RunError
 from hotseat.loop.workers.spool import Finished, Spool
@@ -121,16 +121,6 @@ def test_numbers_that_an_agent_left_in_numpys_types_are_kept_as_numbers(tmp_path
     assert found is not None
     assert (found.group.samples[0].reward, found.episode_s) == (0.5, (2.0,))
     assert found.group.samples[0].turn_rewards == (0.25, 1)
-
-
-class Bomb:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._path),)
 
 
 def test_a_file_with_a_pickle_is_refused_and_does_not_run(tmp_path: Path) -> None:
