@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hotseat.agents.confinement import Confinement, kept_capabilities
+from hotseat.closing import on_failure
 
 _PROCESS = Path(__file__).with_name("interpreter_process.py")
 _CODE = struct.Struct("!i")
@@ -56,14 +57,12 @@ class KeptInterpreter:
         finally:
             theirs.close()
         first = {"script": command[1], "modules": list(modules), "kept": kept_capabilities()}
-        with contextlib.ExitStack() as unless_ready:
-            unless_ready.callback(self.close)
+        with on_failure(self.close):
             with contextlib.suppress(OSError):  # it has ended: `_ready` says so
                 self._control.sendall(json.dumps(first).encode() + b"\n")
             problem = self._ready()
             if problem is not None:
                 raise CannotFork(problem)
-            unless_ready.pop_all()
 
     def _ready(self) -> str | None:
         """Wait until the modules are imported; return why nothing can be forked."""

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from hotseat.closing import on_failure
 from hotseat.cluster.environment import own_folder
 from hotseat.cluster.group import CallObserver, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
@@ -70,12 +71,9 @@ class Cluster:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._session = Session()
-        try:
+        with on_failure(lambda: self._session.close(killed=[])):
             options = RuntimeOptions(num_devices, num_cpus, object_store_bytes, template, has_dashboard)
             self._runtime: Runtime = load(entry.opener)(self._session, options)  # Ray is imported only now
-        except BaseException:
-            self._session.close(killed=[])
-            raise
         atexit.register(self.close)
 
     @property

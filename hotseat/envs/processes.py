@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from hotseat.closing import on_failure
 from hotseat.envs.array_frames import ParentFrames, make_memory
 from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.envs.simulator import ActionSpec, Observation, Task
@@ -100,12 +101,9 @@ class ProcessEnv:
         num_processes = min(num_processes, num_envs)
         self._num_worlds = -(-num_envs // num_processes)  # of each process at most
         self._children = [self._spawn() for _ in range(num_processes)]
-        try:
+        with on_failure(self.close):
             for child in self._children:
                 self._meet(child)
-        except BaseException:
-            self.close()
-            raise
 
     # --- the contract -------------------------------------------------------------------------------------------------
 
@@ -346,7 +344,7 @@ class _Child(ChildProcess):
         memory = make_memory()
         self._frames = ParentFrames(memory)
         self.is_met = False
-        try:
+        with on_failure(self._frames.close):
             super().__init__(
                 _PROGRAM,
                 {"memory": memory},
@@ -356,9 +354,6 @@ class _Child(ChildProcess):
                 pass_fds=() if memory is None else (memory,),
                 ending_s=5.0,
             )
-        except BaseException:
-            self._frames.close()
-            raise
         self.channel.codec = self._frames
         with contextlib.suppress(WorkerDied):  # `receive` reports a process that died at once
             self.send((settings, num_worlds))

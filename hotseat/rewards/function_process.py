@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat import faults
+from hotseat.closing import on_failure
 from hotseat.errors import RunError
 from hotseat.openmp import wait_policy
 from hotseat.processes import ChildProcess, Closed, WorkerTimeout
@@ -113,11 +114,8 @@ class FunctionProcess:
         if self.process is None:
             self.start()
         assert self.process is not None
-        try:
+        with on_failure(self.end):
             answer: dict[str, Any] = self.process.call(message, timeout_s)
-        except BaseException:
-            self.end()
-            raise
         self.tracebacks.add(answer)
         return answer
 

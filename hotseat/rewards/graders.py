@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hotseat.closing import on_failure
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed, NotApplicable
 from hotseat.processes import Closed, ProtocolError, WorkerDied, WorkerTimeout
@@ -130,11 +131,8 @@ class Graders(Scorer):
         self._judges = [_Judge(each, max_memory_bytes, lambda: self._owner.is_closed) for each in self._texts]
         self._owner = OwnerThread("graders", self._judges, self._judge_texts, lambda job: _closed())
         atexit.register(self.close)
-        try:
+        with on_failure(self.close):
             self._owner.start()
-        except BaseException:
-            self.close()
-            raise
 
     def score(self, group: SampleGroup) -> Future[list[Score | Failed]]:
         answers = [answer_of(query, prompt) for query, prompt in zip(group.queries, group.prompts, strict=True)]

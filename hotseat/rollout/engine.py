@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict
 import torch
 from torch import Tensor
 
+from hotseat.closing import on_failure
 from hotseat.errors import DeadlineError, HotseatError, UserError
 from hotseat.placement.role_names import Part
 from hotseat.rollout.engine_thread import EngineThread, Work
@@ -317,11 +318,8 @@ class Engine(ABC):
             self._requests.drop_cancelled()
             parts = self._serving.begin_offload(parts, len(self._requests))
         start = time.perf_counter()
-        try:
+        with on_failure(lambda: self._serving.end_onload(parts)):
             num_bytes, num_copied = self._offload_parts(parts, keep_weights)
-        except BaseException:
-            self._serving.end_onload(parts)
-            raise
         if Part.WEIGHTS in parts and not keep_weights:
             self._serving.drop_weights()
         if self._device.type == "cuda":

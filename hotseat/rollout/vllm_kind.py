@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hotseat.algorithms.head import HALVES
+from hotseat.closing import on_failure
 from hotseat.determinism import use_batch_invariant_kernels
 from hotseat.errors import UnsupportedError
 from hotseat.rollout import vllm_arguments, vllm_engine, vllm_versions
@@ -88,7 +89,7 @@ class VllmKind(EngineKind):
             raise vllm_engine.start_error(error, settings.model.name, log) from None
         if process.is_own:
             gc.freeze()  # what vLLM and torch keep for good is not searched for garbage again during a rollout
-        try:
+        with on_failure(core.close):
             return vllm_engine.VllmEngine(
                 core,
                 names,
@@ -98,9 +99,6 @@ class VllmKind(EngineKind):
                 num_threads=settings.num_threads if on_cpu else None,
                 keeps_cache=settings.keeps_cache,
             )
-        except BaseException:
-            core.close()
-            raise
 
 
 def _check_sight(model_config: Any, tensor_parallel_size: int) -> None:

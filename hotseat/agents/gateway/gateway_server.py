@@ -18,6 +18,7 @@ from hotseat.agents.gateway import anthropic_messages, chat_completions, respons
 from hotseat.agents.gateway.fields import BadRequest
 from hotseat.agents.gateway.program_session import ProgramSession
 from hotseat.agents.gateway.reply import Begin, Reply
+from hotseat.closing import on_failure
 from hotseat.connections import Connections, TokenConnections, ask_for_body, encoding_problem, expect_nothing_yet
 from hotseat.errors import UserError
 
@@ -211,13 +212,10 @@ class Gateway:
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             listening = socket.create_server((self._host, self._port), family=family)
-            try:
+            with on_failure(listening.close):
                 # The loop accepts as many connections in one go as it lets wait, so that is set apart.
                 self._server = await self._connections.listen(runner, listening, _ACCEPTED)
                 listening.listen(_BACKLOG)
-            except BaseException:
-                listening.close()
-                raise
         except OSError as error:
             await runner.cleanup()
             where = f"{self._host}:{self._port}" if self._port else self._host

@@ -22,6 +22,7 @@ from hotseat.agents.gateway.parsing import Parser, parser_of
 from hotseat.agents.gateway.reply import ClientAnswer, GrowingAnswer, certain
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
+from hotseat.closing import on_failure
 from hotseat.types import Completion, Prompt, Sampling, WhenSampled
 from hotseat.vision import PreparedImage
 
@@ -376,11 +377,8 @@ class ProgramSession:
         more: dict[str, Any] = {} if when_sampled is None else {"when_sampled": when_sampled}
         if self._policy.preparer is not None:
             more["images"] = context.images
-        try:
+        with on_failure(lambda: taken.discard(number)):
             return await self._sample(list(context.token_ids), sampling, turn, **more)
-        except BaseException:
-            taken.discard(number)
-            raise
 
     # --- answers ------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hotseat import faults
+from hotseat.closing import on_failure
 from hotseat.cluster.device_memory import device_memory, own_device_name
 from hotseat.cluster.environment import restore_environment
 from hotseat.cluster.on_ray.library import RAY_ENV, import_ray, refresh_settings
@@ -72,16 +73,13 @@ class RayConnection:
                 )
             elif self._did_init and address is not None:
                 self._attach(address)
-        try:
+        with on_failure(self.close):
             self.nodes = self._inventory()
             here = ray.get_runtime_context().get_node_id()
             self.home = next((rank for rank, node in enumerate(self.nodes) if node.id == here), 0)
             self.log_directory = ""
             with contextlib.suppress(AttributeError):
                 self.log_directory = ray._private.worker._global_node.get_logs_dir_path()
-        except BaseException:
-            self.close()
-            raise
 
     def daemons(self) -> Mapping[str, Sequence[Any]]:
         """Return the processes of a cluster that was started here, by Ray's names for them."""

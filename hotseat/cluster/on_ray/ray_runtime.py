@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from hotseat.closing import on_failure
 from hotseat.cluster.device_memory import device_busy, device_memory
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.node_facts import NodeFacts
@@ -42,15 +43,12 @@ class RayRuntime:
         self._reservation: Reservation | None = None
         self._num_launched = 0
         self._watch: RayWatch | None = None
-        try:
+        with on_failure(lambda: self.close(grace_s=0)):
             self.nodes = connection.nodes
             if connection.is_own:
                 self._watch = watch_daemons(connection.daemons(), self._lose)
             elif len(self.nodes) > 1:
                 self._watch = watch_nodes(self._nodes_in_use, connection.live_nodes, self._lose)
-        except BaseException:
-            self.close(grace_s=0)
-            raise
 
     # --- launching ------------------------------------------------------------------------------------------------
 

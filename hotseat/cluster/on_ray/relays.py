@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from hotseat.closing import on_failure
 from hotseat.cluster.group import Arguments
 from hotseat.cluster.worker_process import Failure
 
@@ -165,11 +166,9 @@ class Relays:
 
     def _in_turn(self, relay: int, method: str, args: tuple[Any, ...], timeout_s: float) -> tuple[int, Future[Any]]:
         number = next(self._numbers.setdefault(relay, itertools.count()))
-        try:
+        # It fails with arguments that cannot be sent, for example; calls to come wait for this number.
+        with on_failure(lambda: self.start(relay, "skip", (number,), timeout_s)):
             return number, self.start(relay, method, (number, *args), timeout_s)
-        except BaseException:  # such as arguments that cannot be sent; calls to come wait for this number
-            self.start(relay, "skip", (number,), timeout_s)
-            raise
 
     def _hand_out_later(self, call: _Call, futures: Mapping[int, Future[Any]], answered: Future[Any]) -> None:
         answered.add_done_callback(partial(self._hand_out, call, futures))

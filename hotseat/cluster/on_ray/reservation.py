@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hotseat.closing import on_failure
 from hotseat.cluster import activity
 from hotseat.cluster.device_memory import own_device_name
 from hotseat.cluster.environment import pass_on
@@ -35,7 +36,7 @@ class Reservation:
         self._bundles: dict[int, int] = {rank: index for index, rank in enumerate(sorted(devices))}
         self._names: dict[int, str] = {}  # by our number: what CUDA_VISIBLE_DEVICES calls a device
         self._make_placement_group(devices, timeout_s)
-        try:
+        with on_failure(self.release):
             for rank in self._bundles:
                 numbers = sorted(devices[rank])
                 if connection.is_own:
@@ -43,9 +44,6 @@ class Reservation:
                 else:
                     names = self._physical(rank, len(numbers))
                 self._names.update(zip(numbers, names, strict=True))
-        except BaseException:
-            self.release()
-            raise
 
     def device_name(self, device: int) -> str | None:
         """Return what CUDA_VISIBLE_DEVICES calls a device; None if it is not reserved."""

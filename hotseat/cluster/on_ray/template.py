@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from hotseat.closing import on_failure
 from hotseat.cluster.on_ray import forked, template_process
 from hotseat.cluster.on_ray.library import AGENT_ENV, RAY_ENV
 from hotseat.cluster.session import python_path
@@ -47,13 +48,10 @@ class Template:
         """Start both. modules: what workers import; env: variables that libraries read while they are loaded."""
         self._directory = tempfile.mkdtemp(prefix="hotseat-")
         self._processes: list[subprocess.Popen[bytes]] = []
-        try:
+        with on_failure(self.close):
             self._start("agents", _FOR_AGENTS, (), AGENT_ENV)
             self._start("workers", modules, _FOR_WORKERS, env)
             self.for_agents, self.for_workers = self._prefix("agents"), self._prefix("workers")
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def pids(self) -> list[int]:

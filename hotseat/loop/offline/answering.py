@@ -24,6 +24,7 @@ from hotseat.checks.model_configs import eos_token_ids
 from hotseat.checks.pipeline import DEVICES, ENGINE_ALONE
 from hotseat.checks.reward_columns import label_hint
 from hotseat.checks.stage import DeviceContext, run_checks
+from hotseat.closing import on_failure
 from hotseat.config import Config
 from hotseat.config.precision import with_dtype
 from hotseat.data import digest_of
@@ -165,16 +166,13 @@ def answer_all(
     config = prepared.config
     identity = settings_of(config, digest_of(prepared.prompts))
     file = GroupFile(output, identity, replace=replace, needs_reward=needs_reward)
-    try:
+    with on_failure(file.__exit__):
         todo = [prompt for prompt in prepared.prompts if prompt.index not in file]
         if len(file):
             view.say(f"resumed: {len(file):,} of {quantity(len(prepared.prompts), 'prompt')} are answered already")
         if todo:
             with closing(Answerer(prepared, output.parent / "logs", view, needs_reward=needs_reward)) as answerer:
                 _answer(prepared, answerer, todo, file, view, is_evaluation)
-    except BaseException:
-        file.__exit__()
-        raise
     return file
 
 

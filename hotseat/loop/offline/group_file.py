@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from hotseat.closing import on_failure
 from hotseat.config import Config
 from hotseat.errors import UserError
 from hotseat.words import leaves
@@ -45,11 +46,8 @@ class GroupFile:
             raise UserError(
                 f"{self.path} is in use by another process: wait for it, or choose another --output"
             ) from None
-        try:
+        with on_failure(self._file.close):
             self._read(json.loads(json.dumps(settings)), replace)
-        except BaseException:
-            self._file.close()
-            raise
 
     def __len__(self) -> int:
         return len(self._places)

@@ -19,12 +19,12 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hotseat import faults
+from hotseat.closing import on_failure
 from hotseat.errors import CheckpointError, StoreError, TakenOverError, UserError
 from hotseat.files import sync_tree
 from hotseat.loop.state.checkpoints import (
@@ -121,7 +121,7 @@ class RemoteCheckpoints:
         """
         name, files = name_of(step), self._files(step)
         total = sum(facts["bytes"] for facts in files.values())
-        with into.writing(step, total) as folder, _removed_unless_done(folder):
+        with into.writing(step, total) as folder, on_failure(lambda: shutil.rmtree(folder, ignore_errors=True)):
             here = 0
             for file, facts in files.items():
                 path = folder / file
@@ -281,15 +281,6 @@ class RemoteCheckpoints:
             if match := _FOLDER.fullmatch(name):
                 folders.setdefault(match[1], {})[match[2]] = num_bytes
         return folders
-
-
-@contextmanager
-def _removed_unless_done(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _steps(folders: Mapping[str, Mapping[str, int]]) -> set[int]:
