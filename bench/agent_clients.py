@@ -101,12 +101,6 @@ for _ in range(TURNS):
 json.dump({"reward": reward}, open(os.environ["HOTSEAT_RESULT"], "w"))
 """
 
-WARM_UP = """
-import openai
-
-openai.OpenAI(api_key="none").chat.completions  # libraries import parts of themselves at their first use
-"""
-
 
 @dataclass(frozen=True)
 class Case:
@@ -129,7 +123,7 @@ def cases(python: str) -> dict[str, Case]:
         "command": Case("a command, urllib", COMMAND, None, {"command": [sys.executable]}),
         "command-openai": Case("a command, openai client", OPENAI_COMMAND, None, {"command": [sys.executable]}),
         "preload": Case("a command, urllib in agent.preload", COMMAND, 4, of_modules("json", "urllib.request")),
-        "preload-openai": Case("a command, openai in agent.preload", OPENAI_COMMAND, 4, of_modules("json", "warm_up")),
+        "preload-openai": Case("a command, openai in agent.preload", OPENAI_COMMAND, 4, of_modules("json", "openai")),
     }
 
 
@@ -143,7 +137,6 @@ def config_of(directory: Path, name: str, case: Case) -> Config:
     file.write_text(case.text.replace("TURNS", str(NUM_TURNS)))
     agent = {**case.agent, "max_concurrent": NUM_EPISODES}
     if "command" in agent:
-        (directory / "warm_up.py").write_text(WARM_UP)
         agent["command"] = [*case.agent["command"], str(file)]
     else:
         agent["path"] = str(file)

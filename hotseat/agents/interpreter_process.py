@@ -221,14 +221,14 @@ def _words(status: int) -> int:
 
 
 def _load(modules: Sequence[str]) -> None:
-    has_lazy = False
+    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "environments")
+    with contextlib.suppress(ImportError):  # a Python without TLS
+        runpy.run_path(os.path.join(beside, "lazy_certificates.py"))["install"]()
     for name in modules:
         with contextlib.suppress(Exception):  # it is raised again by the script that imports the module
             importlib.import_module(name)
-        if "ssl" in sys.modules and not has_lazy:
-            has_lazy = True
-            folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "environments")
-            runpy.run_path(os.path.join(folder, "lazy_certificates.py"))["install"]()
+    if "openai" in sys.modules:
+        runpy.run_path(os.path.join(os.path.dirname(beside), "warm_client.py"))["warm"]()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # what a module printed is no program's output
     gc.collect()

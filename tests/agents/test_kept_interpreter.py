@@ -119,7 +119,7 @@ def test_certificates_are_read_late_and_are_the_same(tmp_path):
     code = """
         import ssl
         context = ssl.create_default_context()
-        print(type(context).__name__, context.verify_mode, context.check_hostname, len(context.get_ca_certs()))
+        print("unread" in vars(context), context.verify_mode, context.check_hostname, len(context.get_ca_certs()))
     """
     results = []
     for modules in (("ssl",), None):
@@ -130,8 +130,47 @@ def test_certificates_are_read_late_and_are_the_same(tmp_path):
         finally:
             host.close()
     forked, fresh = results
-    assert forked[1].startswith("LazyContext ")
+    assert forked[1].startswith("True ")
     assert (forked[0], forked[1].partition(" ")[2]) == (fresh[0], fresh[1].partition(" ")[2])
+
+
+def test_what_openai_imports_at_its_first_request_is_there_in_every_fork(tmp_path):
+    code = """
+        import http.server, json, os, sys, threading
+        import openai
+        there = set(sys.modules)
+
+        class Answers(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.rfile.read(int(self.headers["content-length"]))
+                message = {"role": "assistant", "content": "seven"}
+                body = json.dumps({"choices": [{"index": 0, "finish_reason": "stop", "message": message}]}).encode()
+                self.send_response(200)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        server = http.server.HTTPServer(("127.0.0.1", 0), Answers)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = openai.OpenAI(api_key="none", base_url=f"http://127.0.0.1:{server.server_port}")
+        reply = client.chat.completions.create(model="none", messages=[{"role": "user", "content": "number?"}])
+        server.shutdown()
+        print(reply.choices[0].message.content, sorted(name for name in set(sys.modules) - there if "openai" in name))
+    """
+    for modules, late in ((("http.server", "openai"), False), (("http.server",), True)):
+        host, command = host_of(tmp_path, code, modules)
+        try:
+            code_and_text = asyncio.run(run(host, command, SSL_CERT_FILE=os.environ.get("SSL_CERT_FILE", "")))
+        finally:
+            host.close()
+        assert code_and_text[0] == 0, code_and_text
+        said, _, imported = code_and_text[1].partition(" ")
+        assert said == "seven"
+        assert (imported.strip() != "[]") is late, imported
 
 
 def test_what_a_fork_started_has_ended_before_its_folder_is_removed(tmp_path):

@@ -1,7 +1,8 @@
 """TLS contexts that read certificates when a connection first needs them.
 
 An OpenAI client makes such a context, and reads all certificates, which takes longer than an episode, though a gateway
-on loopback has none. Loaded by `environment_worker.py` from its path: needs nothing but Python's own library.
+on loopback has none. Loaded from its path by `environment_worker.py` and `interpreter_process.py`: needs nothing but
+Python's own library.
 """
 
 from __future__ import annotations
@@ -11,63 +12,43 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-
-class LazyContext(ssl.SSLContext):
-    """A context that calls `read` before its first connection, and before it says which certificates it has."""
-
-    _read: Callable[[ssl.SSLContext], object] | None = None
-    _lock: threading.Lock
-
-    def _ready(self) -> None:
-        with self._lock:
-            read, self._read = self._read, None
-            if read is not None:
-                read(self)
-
-    def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
-        self._ready()
-        return super().wrap_socket(*args, **kwargs)
-
-    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        self._ready()
-        return super().wrap_bio(*args, **kwargs)
-
-    def get_ca_certs(self, *args: Any, **kwargs: Any) -> Any:
-        self._ready()
-        return super().get_ca_certs(*args, **kwargs)
-
-    def cert_store_stats(self) -> Any:
-        self._ready()
-        return super().cert_store_stats()
+READERS = ("load_verify_locations", "set_default_verify_paths")
+USERS = ("_wrap_socket", "_wrap_bio", "get_ca_certs", "cert_store_stats")  # by which a context needs what was read
 
 
 def install() -> None:
-    """Have `ssl.create_default_context` make such contexts for clients.
+    """Have each context read certificates before its first connection, and before it says which it has.
 
-    The first context for some files is made as usual, which also finds out whether they can be read. The others have
-    its settings, and read the same files.
+    The first context that reads some files does so at once, which also finds out whether they can be read.
     """
-    make: Callable[..., ssl.SSLContext] = ssl.create_default_context
-    made: dict[Any, ssl.SSLContext] = {}
+    usual: dict[str, Callable[..., Any]] = {name: getattr(ssl.SSLContext, name) for name in (*READERS, *USERS)}
+    lock, were_read = threading.Lock(), set()
 
-    def create_default_context(
-        purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH, *, cafile: Any = None, capath: Any = None, cadata: Any = None
-    ) -> ssl.SSLContext:
-        if purpose != ssl.Purpose.SERVER_AUTH or cadata:
-            return make(purpose, cafile=cafile, capath=capath, cadata=cadata)
-        first = made.get((cafile, capath))
-        if first is None:
-            first = made[cafile, capath] = make(purpose, cafile=cafile, capath=capath)
-        context = LazyContext(ssl.PROTOCOL_TLS_CLIENT)
-        context._lock = threading.Lock()
-        for name in ("check_hostname", "verify_mode", "verify_flags", "options"):
-            setattr(context, name, getattr(first, name))
-        if first.keylog_filename is not None:
-            context.keylog_filename = first.keylog_filename
-        if cafile or capath:
-            context._read = lambda late: late.load_verify_locations(cafile, capath)
-        else:
-            context._read = lambda late: late.load_default_certs(purpose)
-        return context
+    def load_verify_locations(self: Any, cafile: Any = None, capath: Any = None, cadata: Any = None) -> None:
+        files = (cafile, capath)
+        if cadata is None and files in were_read:
+            _later(self, usual["load_verify_locations"], files)
+            return
+        usual["load_verify_locations"](self, cafile, capath, cadata)
+        if cadata is None:
+            were_read.add(files)
 
-    ssl.create_default_context = create_default_context
+    def set_default_verify_paths(self: Any) -> None:
+        _later(self, usual["set_default_verify_paths"], ())
+
+    def after_reading(use: Callable[..., Any]) -> Callable[..., Any]:
+        def read_and_use(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with lock:
+                for read, files in vars(self).pop("unread", ()):
+                    read(self, *files)
+            return use(self, *args, **kwargs)
+
+        return read_and_use
+
+    replaced = {"load_verify_locations": load_verify_locations, "set_default_verify_paths": set_default_verify_paths}
+    for name, function in (replaced | {name: after_reading(usual[name]) for name in USERS}).items():
+        setattr(ssl.SSLContext, name, function)
+
+
+def _later(context: Any, read: Callable[..., Any], files: tuple[Any, ...]) -> None:
+    vars(context).setdefault("unread", []).append((read, files))

@@ -222,44 +222,77 @@ def test_a_file_for_openrlhf_finds_its_helpers(tmp_path, loaded):
 # --- certificates -----------------------------------------------------------------------------------------------------
 
 
-as_usual = ssl.create_default_context
+has_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate by openssl")
 
 
 @pytest.fixture
-def lazy(monkeypatch) -> None:
-    monkeypatch.setattr(ssl, "create_default_context", ssl.create_default_context)
-    lazy_certificates.install()
-
-
-def test_contexts_read_certificates_when_they_are_first_needed(lazy, monkeypatch, tmp_path):
-    usual = as_usual()
-    ssl.create_default_context()  # reads what later ones may have to read
+def lazy(monkeypatch) -> list[object]:
+    """Have contexts read late. Returns each one that has read, when it does."""
     read: list[object] = []
-    monkeypatch.setattr(ssl.SSLContext, "load_default_certs", lambda self, *purpose: read.append(self))
-    context = ssl.create_default_context()
-    assert isinstance(context, lazy_certificates.LazyContext)
-    for name in ("check_hostname", "verify_mode", "verify_flags", "options", "minimum_version", "maximum_version"):
-        assert getattr(context, name) == getattr(usual, name), name
-    assert read == []
-    context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname="localhost")
-    context.get_ca_certs()
-    assert read == [context]
-    with pytest.raises(FileNotFoundError):
-        ssl.create_default_context(cafile=str(tmp_path / "nothing.pem"))
-    assert not isinstance(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), lazy_certificates.LazyContext)
+
+    def reads(name: str) -> Any:
+        usual = getattr(ssl.SSLContext, name)
+
+        def read_as_usual(self: ssl.SSLContext, *files: Any) -> None:
+            read.append(self)
+            usual(self, *files)
+
+        return read_as_usual
+
+    for name in lazy_certificates.USERS:
+        monkeypatch.setattr(ssl.SSLContext, name, getattr(ssl.SSLContext, name))
+    for name in lazy_certificates.READERS:
+        monkeypatch.setattr(ssl.SSLContext, name, reads(name))
+    lazy_certificates.install()
+    return read
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate by openssl")
-def test_a_server_whose_certificate_is_not_trusted_is_refused_as_usual(lazy, tmp_path):
+def create_as_httpx_does(cafile: str | None = None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cafile or ssl.get_default_verify_paths().openssl_cafile, None)
+    return context
+
+
+def make_certificate(folder: Path) -> str:
     words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
     subprocess.run([*words.split(), *files], check=True, capture_output=True)
+    return str(folder / "cert.pem")
+
+
+@has_openssl
+@pytest.mark.parametrize("create", [ssl.create_default_context, create_as_httpx_does])
+def test_contexts_read_certificates_when_they_are_first_needed(lazy, create, tmp_path):
+    cafile = make_certificate(tmp_path)
+    first = create(cafile=cafile)  # which finds out whether they can be read
+    assert lazy == [first]
+    context = create(cafile=cafile)
+    for name in ("check_hostname", "verify_mode", "verify_flags", "options", "minimum_version", "maximum_version"):
+        assert getattr(context, name) == getattr(first, name), name
+    assert lazy == [first]
+    context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname="localhost")
+    assert context.get_ca_certs() == first.get_ca_certs() != []
+    assert lazy == [first, context]
+    with pytest.raises(FileNotFoundError):
+        create(cafile=str(tmp_path / "nothing.pem"))
+
+
+def test_the_certificates_of_the_machine_are_read_late_too(lazy):
+    context = ssl.create_default_context()
+    assert lazy == []
+    assert context.cert_store_stats()["x509"] >= 0
+    assert lazy == [context]
+
+
+@has_openssl
+def test_a_server_whose_certificate_is_not_trusted_is_refused_as_usual(lazy, tmp_path):
+    cafile = make_certificate(tmp_path)
     for _ in range(2):
-        trusting = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+        trusting = ssl.create_default_context(cafile=cafile)
         shake_hands(trusting, tmp_path)
         with pytest.raises(ssl.SSLCertVerificationError):
             shake_hands(ssl.create_default_context(), tmp_path)
-    assert isinstance(trusting, lazy_certificates.LazyContext)
+    assert len(lazy) == 4
 
 
 def shake_hands(client_side: ssl.SSLContext, folder: Path) -> None:
@@ -277,6 +310,7 @@ def shake_hands(client_side: ssl.SSLContext, folder: Path) -> None:
 
 
 def test_a_client_made_here_is_as_before():
-    code = "import ssl; made = ssl.create_default_context; import hotseat.agents.environments.environment_worker"
-    checked = "assert ssl.create_default_context is made"
+    code = "import ssl; reads = ssl.SSLContext.load_verify_locations; "
+    code += "import hotseat.agents.environments.environment_worker"
+    checked = "assert ssl.SSLContext.load_verify_locations is reads"
     assert subprocess.run([sys.executable, "-c", f"{code}; {checked}"]).returncode == 0
