@@ -41,7 +41,7 @@ def warm() -> None:
                     http_client=openai.DefaultHttpxClient(trust_env=False),  # a proxy does not lead to this process
                 )
                 reply = client.chat.completions.create(model="none", messages=[{"role": "user", "content": "here?"}])
-                client.chat.completions.create(model="none", messages=[reply.choices[0].message])  # type: ignore[list-item]
+                client.chat.completions.create(model="none", messages=[reply.choices[0].message])
                 client.close()
         finally:
             os.kill(answering, signal.SIGKILL)
