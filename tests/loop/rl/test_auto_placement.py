@@ -31,7 +31,7 @@ from hotseat.loop.rl.auto_placement import (
 from hotseat.loop.rl.forecast import GroupCost
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS, PREDICTION
-from hotseat.observe.report.curves import Table
+from hotseat.observe.report.curves import MetricTable
 from hotseat.observe.report.key_figures import make_facts, read_prediction
 from hotseat.placement.cost import Curve, Reading
 from hotseat.planning.candidates import Candidate, Refused, _splits_in_three, candidates
@@ -494,10 +494,10 @@ def test_what_cannot_be_measured_or_placed_is_refused(tmp_path, capsys):
 
 def test_the_report_compares_the_prediction_with_the_steps_after_the_first():
     steps = np.array([9.0, 4.0, 6.0])
-    table = Table(np.arange(1, 4), {"step_s": steps}, {"step_s": np.ones(3, bool)})
+    table = MetricTable(np.arange(1, 4), {"step_s": steps}, {"step_s": np.ones(3, bool)})
     shown = {fact["label"]: (fact["value"], fact["note"]) for fact in make_facts(table, None, predicted_s=4.5)}
     assert shown["Predicted step"] == ("4.5 s", "by a profile; measured 5 s (mean after the first), -10%")
-    empty = Table(np.arange(0), {}, {})
+    empty = MetricTable(np.arange(0), {}, {})
     facts = make_facts(empty, None, predicted_s=4.5)
     assert ("4.5 s", "by a profile; not measured yet") in [(fact["value"], fact["note"]) for fact in facts]
 
