@@ -101,7 +101,7 @@ def make_batch(vocab_size: int, num_sequences: int) -> Any:
 def measure(case: Case) -> dict[str, Any]:
     import torch
 
-    from hotseat.loop.workers.losses import SupervisedObjective
+    from hotseat.loop.workers.objectives import SftObjective
     from hotseat.train.backend import TrainOptions, ZeroOptions
     from hotseat.train.make import make_backend
     from hotseat.train.packing import split_by_tokens
@@ -126,7 +126,7 @@ def measure(case: Case) -> dict[str, Any]:
     cut = split_by_tokens(batch, case.num_sequences // 2 * LENGTH)
     for _ in range(case.num_updates):
         start = time.perf_counter()
-        losses.append(backend.update(cut, SupervisedObjective(), 1.0).loss)
+        losses.append(backend.update(cut, SftObjective().loss, 1.0).loss)
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)

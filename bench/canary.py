@@ -44,8 +44,8 @@ from hotseat.loop.devices.held_memory import device_of_process
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.sync import PushReport, push_weights
 from hotseat.loop.workers.engine_worker import EngineWorker
-from hotseat.loop.workers.losses import SupervisedObjective
 from hotseat.loop.workers.model_workers import ActorWorker
+from hotseat.loop.workers.objectives import SftObjective
 from hotseat.loop.workers.weight_check import Canary, WeightCheck
 from hotseat.model_source import ModelSource
 from hotseat.rollout.kinds import EngineOptions, EngineSettings
@@ -98,7 +98,7 @@ class BenchActor(ActorWorker):
         names = tuple(f"{seed}/{index}" for index in range(len(canary.sequences)))
         tokens = torch.tensor([token for sequence in canary.sequences for token in sequence])
         batch = MicroBatch(tokens, lengths.cumsum(0), torch.cat(mask), torch.cat(weights), sample_ids=names)
-        return self._backend.update([batch], SupervisedObjective(), canary.temperature).grad_norm
+        return self._backend.update([batch], SftObjective().loss, canary.temperature).grad_norm
 
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
         if self._fault is not None:

@@ -287,7 +287,7 @@ def measure_updates(directory: Path) -> dict[str, Any]:
     """Forward, backward and optimizer step of the main case, by layout; and with mixed lengths."""
     import torch
 
-    from hotseat.loop.workers.losses import SupervisedObjective
+    from hotseat.loop.workers.objectives import SftObjective
     from hotseat.train.backend import TrainOptions
     from hotseat.train.fsdp import FSDPBackend
     from hotseat.train.packing import split_by_count, split_by_tokens
@@ -318,7 +318,7 @@ def measure_updates(directory: Path) -> dict[str, Any]:
             for each in batches:
                 cut = split_by_tokens(each, 32 * 535) if layout == "auto" else split_by_count(each, 16)
                 start = time.perf_counter()
-                backend.update(cut, SupervisedObjective(), 1.0)
+                backend.update(cut, SftObjective().loss, 1.0)
                 torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - start)
                 num_tokens = each.num_tokens

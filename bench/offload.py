@@ -28,7 +28,7 @@ NUM_ROUNDS = 4
 def measure(stage: int, precision: Any, by_deepspeed: bool) -> dict[str, Any]:
     import torch
 
-    from hotseat.loop.workers.losses import SupervisedObjective
+    from hotseat.loop.workers.objectives import SftObjective
     from hotseat.train.backend import PARTS, TrainOptions, ZeroOptions
     from hotseat.train.packing import split_by_tokens
     from hotseat.train.zero import ZeroBackend
@@ -36,7 +36,7 @@ def measure(stage: int, precision: Any, by_deepspeed: bool) -> dict[str, Any]:
     options = TrainOptions(precision=precision, zero=ZeroOptions(stage), timeout_s=60.0)
     backend = ZeroBackend(make_model("1.5B", "cuda"), options, device="cuda")
     batch = split_by_tokens(make_batch(VOCAB_SIZES["1.5B"], 4), 4 * LENGTH)
-    backend.update(batch, SupervisedObjective(), 1.0)
+    backend.update(batch, SftObjective().loss, 1.0)
     parts = [part for part in PARTS if stage < 3 or part != "optimizer"]
     offload: Callable[[], Any] = lambda: backend.offload(parts)  # noqa: E731
     onload: Callable[[], Any] = lambda: backend.onload(parts)  # noqa: E731
@@ -62,7 +62,7 @@ def measure(stage: int, precision: Any, by_deepspeed: bool) -> dict[str, Any]:
                 left = torch.cuda.memory_allocated()
         rounds.append(times)
     is_same = backend.digest(dtype=torch.bfloat16) == digest
-    still_learns = backend.update(batch, SupervisedObjective(), 1.0).loss
+    still_learns = backend.update(batch, SftObjective().loss, 1.0).loss
     backend.close()
     best = [min(each[index] for each in rounds[1:]) for index in range(2)]
     return {

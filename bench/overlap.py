@@ -24,7 +24,7 @@ from rich.table import Table
 
 from hotseat.config import loads, loads_saved
 from hotseat.demo import make_model
-from hotseat.loop.rl import update
+from hotseat.loop.rl import phases
 from hotseat.loop.rl.forecast import forecasts, recorded_costs, resources_of
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
@@ -90,13 +90,13 @@ def main() -> None:
 
 def slow_down_updates(seconds: float) -> None:
     """Let every update sleep, as if the model were large."""
-    run = update.UpdatePhase.run
+    run = phases.UpdatePhase.run
 
-    def slow_run(self: update.UpdatePhase, *args: object) -> object:
+    def slow_run(self: phases.UpdatePhase, *args: object) -> object:
         time.sleep(seconds)
         return run(self, *args)  # type: ignore[arg-type]
 
-    update.UpdatePhase.run = slow_run  # type: ignore[method-assign, assignment]
+    phases.UpdatePhase.run = slow_run  # type: ignore[method-assign, assignment]
 
 
 def prepare(folder: Path, num_steps: int, mean: float) -> None:

@@ -297,6 +297,38 @@ def test_the_check_sees_a_circle_inside_of_a_folder(tmp_path, monkeypatch):
     ]
 
 
+def bound_names(path: Path) -> set[str]:
+    """Names that a module binds, and the modules beside it if it is a package's own."""
+    names = {each.stem for each in path.parent.iterdir()} if path.name == "__init__.py" else set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)  # of names that a package loads when they are used
+    return names
+
+
+@pytest.mark.parametrize("folder", ["bench", "docs", "examples", "scripts"])
+def test_what_programs_beside_the_package_import_is_there(folder):
+    """Most of them are run by hand, on machines with GPUs."""
+    lacking = []
+    for path in sorted((PACKAGE.parent / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else [""]
+            if parts[0] == PACKAGE.name:
+                place = PACKAGE.parent.joinpath(*parts)
+                file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+                there = bound_names(file) if file.is_file() else set()
+                lacking += [
+                    f"{path.name}: {node.module}.{alias.name}" for alias in node.names if alias.name not in there
+                ]
+    assert not lacking
+
+
 def test_no_two_test_files_are_one_module():
     """pytest imports files of folders that are no packages by their names alone, and stops at the second."""
     files = Path(__file__).parent.rglob("test_*.py")
