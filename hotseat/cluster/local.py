@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 
 from hotseat.cluster.environment import environment, rank_env, restore_environment
@@ -70,6 +71,48 @@ class _Loop:
         self._thread.join(2.0)
 
 
+class _Threads:
+    """Daemon threads for calls, each of which serves further ones: starting a thread takes longer than a short call.
+
+    Not a pool of the standard library: its threads are waited for when the interpreter ends, and one of these may hang.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._lock = threading.Lock()
+        self._idle: list[tuple[SimpleQueue[Callable[[], None] | None], threading.Thread]] = []
+        self._is_closed = False
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Run work, which raises nothing, in a thread that is idle, or in a new one."""
+        with self._lock:
+            inbox = self._idle.pop()[0] if self._idle else None
+        if inbox is None:
+            inbox = SimpleQueue()
+            threading.Thread(target=self._serve, args=(inbox,), name=self._name, daemon=True).start()
+        inbox.put(work)
+
+    def _serve(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (work := inbox.get()) is not None:
+            work()
+            del work  # or it would live until the next
+            with self._lock:
+                if self._is_closed:
+                    return
+                self._idle.append((inbox, threading.current_thread()))
+
+    def close(self) -> None:
+        """End the idle threads; others end after their call."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for inbox, _ in idle:
+            inbox.put(None)
+        for _, thread in idle:
+            if thread is not threading.current_thread():
+                thread.join(_GRACE_S)
+
+
 class LocalGroup(WorkerGroup[W_co]):
     """A group whose objects live in this process. rank_env: variables that are set while a rank's object is made."""
 
@@ -82,6 +125,7 @@ class LocalGroup(WorkerGroup[W_co]):
         self._rank_env = rank_env
         self.is_closed = False
         self._loop = _Loop(launch.name) if is_async(launch.cls) else None
+        self._calls = _Threads(launch.name)
         self._slots = [threading.BoundedSemaphore(launch.max_concurrency) for _ in launch.processes]
         self._objects: list[Any] = [None] * len(launch.processes)
         for rank in self.ranks:
@@ -143,6 +187,7 @@ class LocalGroup(WorkerGroup[W_co]):
             self._objects[rank] = None
         if self._loop:
             self._loop.close()
+        self._calls.close()
 
     def _close_stuck(self, ask: Callable[[], Any]) -> None:
         """Close an object after an error. What it has started would outlive it; if it is stuck it is left behind."""
@@ -196,8 +241,7 @@ class LocalGroup(WorkerGroup[W_co]):
             else:
                 future.set_result(_kept(result, keep))
 
-        # Not a pool: its threads would be waited for when the interpreter ends, and one of these may hang.
-        threading.Thread(target=run, name=f"{self.name}[{rank}].{method}", daemon=True).start()
+        self._calls.run(run)
         return future
 
     def _run(

@@ -53,9 +53,12 @@ def _resolved(text: str, path: str) -> Any:
             f"{path} has interpolations (${{...}}), which OmegaConf resolves: pip install 'hotseat[rlinf]'"
         ) from None
     # RLinf registers these resolvers before it reads a config.
-    OmegaConf.register_resolver("multiply", lambda a, b: a * b, replace=True)
-    OmegaConf.register_resolver("int_div", lambda a, b: a // b, replace=True)
-    OmegaConf.register_resolver("subtract", lambda a, b: a - b, replace=True)
+    # Before 2.4, which hydra-core needs, `register_resolver` was another function.
+    is_new = hasattr(OmegaConf, "legacy_register_resolver")
+    register = OmegaConf.register_resolver if is_new else OmegaConf.register_new_resolver
+    register("multiply", lambda a, b: a * b, replace=True)
+    register("int_div", lambda a, b: a // b, replace=True)
+    register("subtract", lambda a, b: a - b, replace=True)
     try:
         return OmegaConf.to_container(OmegaConf.create(text), resolve=True)
     except OmegaConfBaseException as error:

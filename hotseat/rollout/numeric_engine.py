@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Unpack
@@ -95,14 +96,19 @@ class NumericEngine(Engine):
     def _score(
         self, sequences: Sequence[Sequence[int]], temperature: float, images: Sequence[Sequence[str]]
     ) -> list[list[float]]:
-        scores = []
-        for sequence in sequences:
-            states, actions = steps_of(torch.tensor(sequence), self._config)
-            means, log_std = self._forward(states)
-            of_numbers = gaussian_log_probs(actions, means, log_std, temperature)
-            of_steps = functional.pad(of_numbers, (self._config.state_dim, 0)).reshape(-1)
-            scores.append(of_steps[: len(sequence)].tolist())
-        return scores
+        # All at once, each filled up to whole steps: the canary of every push has hundreds of single ones.
+        width = self._config.step_width
+        filled = [token for each in sequences for token in (*each, *[0] * (-len(each) % width))]
+        states, actions = steps_of(torch.tensor(filled), self._config)
+        means, log_std = self._forward(states)
+        of_numbers = gaussian_log_probs(actions, means, log_std, temperature)
+        of_tokens = functional.pad(of_numbers, (self._config.state_dim, 0)).reshape(-1).tolist()
+        lengths = [len(each) + -len(each) % width for each in sequences]
+        ends = itertools.accumulate(lengths)
+        return [
+            of_tokens[end - length : end - length + len(each)]
+            for each, length, end in zip(sequences, lengths, ends, strict=True)
+        ]
 
     def _drop(self, sequences: list[EngineSequence]) -> None:
         pass  # none runs between steps

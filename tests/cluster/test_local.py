@@ -277,3 +277,19 @@ def test_a_generator_is_refused(cluster):
 def test_a_failing_constructor_names_its_rank(cluster):
     with pytest.raises(WorkerError, match="plain rank 1: '__init__' raised RuntimeError: cannot be made"):
         cluster.launch("plain", Plain, args=(-1,), processes=2)
+
+
+def test_calls_that_were_started_share_threads_which_end_with_the_group(cluster):
+    class Where:
+        def thread(self):
+            return threading.current_thread()
+
+    group = cluster.launch("where", Where, processes=2)
+    threads = []
+    while len(threads) == len(set(threads)):  # one is idle again a moment after its result is there
+        threads += group.start(Where.thread).result(60)
+    assert all(thread.daemon for thread in threads)
+    group.close()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()

@@ -1,5 +1,6 @@
 """RLinf's script for embodied tasks: the names that it imports, its configs, and a run of it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -198,8 +199,9 @@ def test_reward_models_are_refused():
         EmbodiedRewardWorker.create_group({})
 
 
-def python(*argv: str, cwd: Path) -> subprocess.CompletedProcess:
-    env = {**os.environ, "PYTHONPATH": f"{DIRECTORY}:{ROOT}"}
+def python(*argv: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
+    path = ":".join(filter(None, [str(DIRECTORY), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, **variables}
     return subprocess.run([sys.executable, *argv], capture_output=True, text=True, env=env, cwd=cwd)
 
 
@@ -221,6 +223,49 @@ def test_beside_rlinf_itself_imports_are_refused(tmp_path):
     (tmp_path / "rlinf" / "__init__.py").write_text("")
     done = python("-c", "import sys; sys.path.append(sys.argv[1]); import rlinf", str(tmp_path), cwd=ROOT)
     assert f"RLinf itself can be imported too, from {tmp_path}" in done.stderr
+
+
+PLACEMENTS = {
+    "one": [],
+    "hybrid": ["~cluster.component_placement", "+cluster.component_placement={actor:0-1,env:0,rollout:1}"],
+}
+SIZES = [
+    "runner.max_epochs=2",
+    "env.train.total_num_envs=4",
+    "env.train.max_episode_steps=8",
+    "runner.logger.log_path=.",
+]
+
+
+@pytest.mark.ray
+@pytest.mark.long
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_rlinfs_script_trains_by_a_config_of_the_examples(tmp_path, placement):
+    pytest.importorskip("hydra", reason="RLinf's script reads its config by hydra: pip install 'hotseat[hydra]'")
+    pytest.importorskip("imageio", reason="gymnasium's MuJoCo needs imageio: pip install 'hotseat[mujoco]'")
+    written = tmp_path / "train_embodied_agent.py"
+    if "RLINF_SCRIPT" not in os.environ:
+        pytest.skip("RLINF_SCRIPT is not set to the path of RLinf's train_embodied_agent.py")
+    written.write_text(Path(os.environ["RLINF_SCRIPT"]).read_text())
+    examples = ROOT / "examples" / "rlinf"
+    done = python(
+        str(written),
+        "--config-path",
+        str(examples / "config"),
+        "--config-name",
+        "gym_inverted_pendulum_ppo_mlp",
+        *SIZES,
+        *PLACEMENTS[placement],
+        cwd=tmp_path,
+        EMBODIED_PATH=str(examples),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    places = {"one": "actor on 0", "hybrid": "actor on 0:0,1:1, rollout on 1:0, env on 0:0"}
+    assert places[placement] in " ".join(done.stdout.split())
+    run_dir = tmp_path / "gym_inverted_pendulum_ppo_mlp"
+    assert (run_dir / "model" / "model.safetensors").is_file()
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1]["step"] == 2
 
 
 @pytest.mark.long
