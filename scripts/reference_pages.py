@@ -72,7 +72,7 @@ def _yaml(value: object) -> str:
 
 def commands_page() -> str:
     """Make the reference of the commands of `hotseat`: what `--help` prints of each."""
-    parser = make_parser()
+    parser = make_parser("resume")  # whose list of what may change is made only for it
     [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     parts = ["# Commands\n\nWhat `hotseat COMMAND --help` prints."]
     for name, command in commands.choices.items():

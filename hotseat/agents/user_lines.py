@@ -6,7 +6,7 @@ import os
 import traceback
 from types import FrameType
 
-_NOT_THE_USERS = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)), "<frozen")
+_NOT_THE_USERS = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)), "<frozen", "<string>")
 
 
 def is_users(file: str) -> bool:
