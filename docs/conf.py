@@ -28,7 +28,9 @@ html_copy_source = False
 
 def _name_files_outside(app: object, page: str, source: list[str]) -> None:
     """Replace links out of the documentation, which work in a checkout, by the path of what they lead to."""
-    source[0] = re.sub(r"^(`{3,})(\w+) ([^\n]*\bfile=(\S+)[^\n]*)\n", r"\1{code-block} \2\n:caption: \4\n\n", source[0], flags=re.M)
+    source[0] = re.sub(
+        r"^(`{3,})(\w+) ([^\n]*\bfile=(\S+)[^\n]*)\n", r"\1{code-block} \2\n:caption: \4\n\n", source[0], flags=re.M
+    )
     source[0] = re.sub(r"\[[\w./-]+\.md\]\(([^)\s]+\.md[^)\s]*)\)", r"[](\1)", source[0])
     source[0] = re.sub(r"\[([^\]]+)\]\((?:\.\./)+([^)#\s]+)[^)]*\)", _outside, source[0])
 
