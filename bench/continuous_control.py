@@ -38,6 +38,7 @@ def config_of(task: str, seed: int, folder: str) -> dict[str, Any]:
     optimizer = {
         "learning_rate": rate,
         "schedule": "constant",
+        "warmup_ratio": 0,  # the learning rate is the reference's from the first update on
         "max_grad_norm": MAX_NORM,
         "betas": list(ADAM["betas"]),
         "eps": ADAM["eps"],
