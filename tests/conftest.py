@@ -118,7 +118,6 @@ LARGE = (
 
 # Files that load vLLM, which takes a worker ten seconds: one worker runs them all.
 OF_VLLM = (
-    "rollout/test_rope_scaling.py",
     "rollout/test_vllm_images.py",
     "rollout/test_vllm_image_adapters.py",
     "rollout/test_vllm_adapters.py",

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from fsspec.registry import _registry
 
 from hotseat.errors import StoreError
 from hotseat.object_store import ObjectStore, why_unusable
@@ -36,5 +37,6 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(_registry, "s3", raising=False)  # where another test has loaded it
     assert why_unusable("s3://bucket/x") == "s3:// needs a package that is not installed: pip install 'hotseat[s3]'"
     assert "fsspec knows no protocol nothing://" in why_unusable("nothing://x")

@@ -277,6 +277,7 @@ def test_a_run_learns_with_own_functions_as_with_the_built_in_ones_that_they_cal
         assert torch.allclose(ours[name], theirs[name], atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_sampler_chooses_from_pass_rates_and_resumes_exactly(task):
     (task / "own.py").write_text(OWN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,8 @@ def _resolved(text: str, path: str) -> Any:
             f"{path} has interpolations (${{...}}), which OmegaConf resolves: pip install 'hotseat[rlinf]'"
         ) from None
     # RLinf registers these resolvers before it reads a config.
-    # Before 2.4, which hydra-core needs, `register_resolver` was another function.
-    is_new = hasattr(OmegaConf, "legacy_register_resolver")
+    # Versions before 2.4, which hydra-core needs, have another function of this name.
+    is_new = "replace" in inspect.signature(OmegaConf.register_resolver).parameters
     register = OmegaConf.register_resolver if is_new else OmegaConf.register_new_resolver
     register("multiply", lambda a, b: a * b, replace=True)
     register("int_div", lambda a, b: a // b, replace=True)

@@ -134,6 +134,7 @@ def test_openrlhf_itself_is_used_where_it_is_installed(tmp_path):
     assert scores_of(tmp_path / "reward.py") == [0.0, 0.0, 1.0]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_beside_the_package_with_openrlhfs_commands_the_helpers_are_found(tmp_path, monkeypatch):
     from hotseat.openrlhf.shim import DIRECTORY

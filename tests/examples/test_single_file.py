@@ -50,6 +50,7 @@ def groups_of(tokens, sampled, log_probs, rewards, prompt_length) -> list[Prompt
     return groups
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_twenty_steps_on_recorded_episodes_give_the_same_weights(example, tmp_path):

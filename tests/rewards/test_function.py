@@ -125,6 +125,7 @@ def test_a_coroutine_is_awaited(make):
     assert score(make("async " + GOOD)) == [Score(1.0, 1.0), Score(2.0, 2.0)]
 
 
+@pytest.mark.long
 def test_tensors_as_in_the_openrlhf_guide(make):
     function = make(
         "import torch\n"

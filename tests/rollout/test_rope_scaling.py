@@ -45,7 +45,7 @@ def expected_log_probs(task, scaling, tokens: list[int]) -> list[float]:
         ("transformers", YARN),
         ("transformers", LINEAR),
         ("transformers", LLAMA3),
-        pytest.param("vllm", YARN, marks=has_vllm),
+        pytest.param("vllm", YARN, marks=[has_vllm, pytest.mark.long]),
         pytest.param("vllm", LINEAR, marks=[has_vllm, pytest.mark.long]),
         pytest.param("vllm", LLAMA3, marks=[has_vllm, pytest.mark.long]),
     ],

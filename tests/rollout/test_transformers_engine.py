@@ -150,6 +150,7 @@ def test_conformance_with_the_models_forward(check: Callable[[Subject], None]) -
     check(subject(LLAMA_LIKE["llama, grouped, tied"], own_layers=False))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_conformance_where_several_tokens_are_sampled_before_the_host_looks(check: Callable[[Subject], None]) -> None:
     check(subject(LLAMA_LIKE["llama, grouped, tied"], tokens_at_once=5))

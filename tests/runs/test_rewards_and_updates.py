@@ -139,7 +139,7 @@ AFTER_2_S = ("reward.timeout_s=2", "reward.retries=4")  # a loaded machine may t
         pytest.param("os._exit(3)", AT_ONCE, marks=pytest.mark.long),
         pytest.param("os.abort()", AT_ONCE, marks=pytest.mark.long),
         pytest.param("time.sleep(1000)", AFTER_2_S, marks=pytest.mark.long),
-        ("while True: pass", AFTER_2_S),
+        pytest.param("while True: pass", AFTER_2_S, marks=pytest.mark.long),
         pytest.param("os.kill(os.getpid(), 9)", AT_ONCE, marks=pytest.mark.long),
     ],
 )

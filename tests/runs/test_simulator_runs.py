@@ -138,7 +138,7 @@ def test_beside_training_what_is_learned_does_not_depend_on_stages(task, ahead):
     assert [line["staleness"] for line in metrics_of(ahead)[1:]] == [0.0, 1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "restart"])
+@pytest.mark.parametrize("in_flight", ["keep", pytest.param("restart", marks=pytest.mark.long)])
 def test_episodes_that_are_open_at_a_push_go_on_or_begin_again(task, in_flight):
     overlap = f"{{staleness: 2, order: arrival, in_flight: {in_flight}}}"
     done = run(task, in_flight, env=MORE_SEEDS, cluster=BESIDE, overlap=overlap)

@@ -116,6 +116,7 @@ def test_a_reward_function_that_wants_ten_gib_is_bounded_in_a_run(task):
         start(loads(rl_yaml(task, name="always"), ["reward.retries=0"]))
 
 
+@pytest.mark.long
 def test_a_step_that_teaches_nothing_is_warned_of_once(task):
     """Scenario 38."""
     (task / "reward.py").write_text("def reward_func(q, p, l):\n    return [1.0] * len(q)\n")

@@ -168,6 +168,7 @@ def test_what_may_not_change_is_refused_and_ends_the_run(task):
         hotseat.run(without_files(task), callbacks=[change], **objects(task))
 
 
+@pytest.mark.long
 def test_an_error_of_a_callback_ends_the_run_with_its_name(task):
     recorder = Recorder()
     broken = StopAfter(2, lambda run: 1 / 0)
@@ -238,6 +239,7 @@ for metrics in run:
 """
 
 
+@pytest.mark.long
 def test_a_program_that_ends_before_its_run_has_it_saved(task):
     script = task / "script.py"
     script.write_text(SCRIPT.format(config=without_files(task)))

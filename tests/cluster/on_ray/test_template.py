@@ -122,6 +122,7 @@ def is_listening(address: str) -> bool:
     return any(fields[-1] == address and fields[3] == "00010000" for fields in sockets)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_programs_that_are_forked_from_a_template_are_like_others(tmp_path):
     program = tmp_path / "main.py"

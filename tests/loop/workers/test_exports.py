@@ -221,6 +221,7 @@ def test_a_run_whose_model_is_not_whole_exports_it_again_whatever_the_times_of_f
     assert (model / "model.safetensors").read_bytes() == whole
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_finished_run_is_extended_from_its_last_checkpoint(tmp_path, capsys):
     """The example of `hotseat resume --help`."""

@@ -104,6 +104,7 @@ def test_a_run_learns_from_a_models_rewards(task, capsys):
     assert "loss" in records[1]
 
 
+@pytest.mark.long
 def test_rewards_are_normalised_by_what_the_model_brings(task):
     make_value_model(task / "scaled", mean=0.25, std=0.5)
     plain = run(task, "plain")
