@@ -107,8 +107,8 @@ def test_steps_continue_and_the_checkpoint_is_of_its_own_step(task, kind):
     assert not [event for event in read_timeline(behind / "timeline.json") if event["name"] == "is_written"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rl", pytest.param("sft", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["rl", "sft"])
 def test_an_error_in_the_background_ends_the_run(task, kind, whole):
     with (
         armed(task, Fault("save.during", "raise", skip=1)),

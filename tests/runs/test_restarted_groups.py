@@ -76,7 +76,8 @@ def test_an_actor_that_dies_in_an_update_and_in_a_save_is_restarted_and_no_bit_c
     assert [line["step"] for line in taken if line["event"] == "restored"] == [2, 2]
 
 
-@pytest.mark.parametrize("of_critic", [pytest.param(True, marks=pytest.mark.long), False])
+@pytest.mark.long
+@pytest.mark.parametrize("of_critic", [True, False])
 def test_a_critic_or_an_actor_dies_and_the_other_stays(task, monkeypatch, of_critic):
     """With PPO, in the third step. What lives goes back, too: it has learned in that step, or would learn twice."""
 

@@ -251,6 +251,7 @@ def test_a_program_that_ends_before_its_run_has_it_saved(task):
     assert "died" not in done.stderr
 
 
+@pytest.mark.long
 def test_early_stopping_counts_values_without_a_new_best(task):
     run = hotseat.run(
         without_files(task),
