@@ -605,12 +605,12 @@ def test_an_executor_that_requires_something_else(load):
 
 def test_the_stand_in_is_there_only_while_a_file_loads(load):
     load("import openrlhf.utils.agent as agents\nclass AgentInstance(agents.AgentInstanceBase): pass\n")
-    assert not [name for name in sys.modules if name.startswith("openrlhf")]
+    assert not [name for name in sys.modules if name.partition(".")[0] == "openrlhf"]
     with pytest.raises(UserError, match="No module named 'openrlhf.cli'"):
         load("import openrlhf.cli\n")
     with pytest.raises(UserError, match="cannot import name 'get_tokenizer' from 'openrlhf.utils'"):
         load("from openrlhf.utils import get_tokenizer\n")
-    assert not [name for name in sys.modules if name.startswith("openrlhf")]
+    assert not [name for name in sys.modules if name.partition(".")[0] == "openrlhf"]
 
 
 def test_the_package_that_runs_openrlhfs_commands_is_not_taken_for_openrlhf(load, monkeypatch):
@@ -618,4 +618,4 @@ def test_the_package_that_runs_openrlhfs_commands_is_not_taken_for_openrlhf(load
 
     monkeypatch.syspath_prepend(str(DIRECTORY))
     load("import openrlhf.utils.agent as agents\nclass AgentInstance(agents.AgentInstanceBase): pass\n")
-    assert not [name for name in sys.modules if name.startswith("openrlhf")]
+    assert not [name for name in sys.modules if name.partition(".")[0] == "openrlhf"]

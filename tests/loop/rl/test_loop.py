@@ -20,9 +20,11 @@ def test_what_is_there_is_no_garbage_while_steps_are_made_and_can_be_afterwards(
     assert done.stdout.split() == ["True", "0"], done.stderr
 
 
-def test_what_the_process_has_exempted_itself_stays_exempted():
+def test_what_the_process_has_exempted_itself_stays_exempted(monkeypatch):
     gc.freeze()
-    exempted = gc.get_freeze_count()
+    called: list[str] = []
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: called.append(name))
     with sparing_collector():
-        assert gc.get_freeze_count() == exempted
-    assert gc.get_freeze_count() == exempted
+        assert gc.get_freeze_count() > 0
+    assert called == []
