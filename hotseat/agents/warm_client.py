@@ -23,7 +23,7 @@ _LIMIT_S = 30
 
 
 def warm() -> None:
-    """Use the client once. What fails here is left to the script, which fails in the same way."""
+    """Have a client make two requests. What fails here is left to the script, which fails in the same way."""
     import openai
 
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -28,6 +28,7 @@ class RlinfKey:
     convert: Callable[[Any], Any] = lambda value: value
     because: str = ""
     choices: Mapping[Any, Any] | None = None  # our value for each of theirs
+    instead: str = ""  # of a switch that would change what is learned: what to do where it is on
 
     def ours_of(self, value: Any) -> Any:
         """Return our value for one of theirs; None: ours is left unset."""
@@ -142,7 +143,13 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey(
         "algorithm.reward_coef", because="env.train.reward_coef, which usually refers to it, is the factor of rewards"
     ),
-    RlinfKey("algorithm.filter_rewards", because="all groups are learned from"),
+    RlinfKey(
+        "algorithm.filter_rewards",
+        because="all groups are learned from",
+        instead="RLinf leaves groups out of a step, and here others take their place: set it to False, or convert the"
+        " config with hotseat rlinf-config and give algorithm.filtering.enabled, low and high, bounds of the mean"
+        " score",
+    ),
     RlinfKey("algorithm.rewards_lower_bound", because="algorithm.filter_rewards, which it is a bound of, is off"),
     RlinfKey("algorithm.rewards_upper_bound", because="algorithm.filter_rewards, which it is a bound of, is off"),
     RlinfKey("algorithm.bootstrap_type", "env.bootstrap_terminated", choices={"standard": False, "always": True}),
@@ -211,8 +218,17 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("env.train.init_params.id", "env.tasks", lambda value: [value]),
     RlinfKey("env.train.reward_coef", "env.reward_scale"),
     RlinfKey("env.train.use_rel_reward", "env.relative_rewards"),
-    RlinfKey("env.train.ignore_terminations", because="an episode ends where its simulator ends it"),
-    RlinfKey("env.train.use_step_penalty", because="steps cost nothing but what the simulator says"),
+    RlinfKey(
+        "env.train.ignore_terminations",
+        because="an episode ends where its simulator ends it",
+        instead="an episode ends here where its simulator ends it: set it to False, or have the simulator not"
+        " terminate",
+    ),
+    RlinfKey(
+        "env.train.use_step_penalty",
+        because="steps cost nothing but what the simulator says",
+        instead="steps have no penalty here: set it to False, or reward in the simulator",
+    ),
     RlinfKey("env.eval.reward_coef", because="episodes of evaluations are rewarded as those of training are"),
     RlinfKey("env.eval.use_rel_reward", because="episodes of evaluations are rewarded as those of training are"),
     RlinfKey("env.eval.ignore_terminations", because="an episode is evaluated up to where its simulator ends it"),
@@ -242,19 +258,6 @@ TABLE: tuple[RlinfKey, ...] = (
     RlinfKey("defaults", because="a config is one file here"),
 )
 _BY_KEY = {key.theirs: key for key in TABLE}
-# Keys whose other values change what is learned: the value that is as here, and what to do about another.
-_ONLY_VALUES: Mapping[str, tuple[Any, str]] = {
-    "env.train.ignore_terminations": (
-        False,
-        "an episode ends here where its simulator ends it: set it to False, or have the simulator not terminate",
-    ),
-    "env.train.use_step_penalty": (False, "steps have no penalty here: set it to False, or reward in the simulator"),
-    "algorithm.filter_rewards": (
-        False,
-        "RLinf leaves groups out of a step, and here others take their place: set it to False, or convert the config"
-        " with hotseat rlinf-config and give algorithm.filtering.enabled, low and high, bounds of the mean score",
-    ),
-}
 _GROUP_NAMES = "workers are named after their roles; hotseat.rlinf has groups of any name"
 
 
@@ -301,9 +304,9 @@ def their_key(values: Mapping[str, Any], ours: str) -> str:
 def unsupported_values(values: Mapping[str, Any]) -> list[Problem]:
     """Return the keys whose values would change what is learned, and have no counterpart here."""
     return [
-        Problem(key, f"{at(values, key)!r}: {what}")
-        for key, (ours, what) in _ONLY_VALUES.items()
-        if at(values, key) not in (None, ours)
+        Problem(key.theirs, f"{at(values, key.theirs)!r}: {key.instead}")
+        for key in TABLE
+        if key.instead and at(values, key.theirs) not in (None, False)
     ]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 
 class Stop(Exception):
-    """What ends such a run."""
+    """Raised by `stopped_after_saving`, to end a run."""
 
 
 @contextmanager
