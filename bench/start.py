@@ -35,7 +35,7 @@ MILESTONES = {
     "processes started": r"(\w+ ready after|engine \d+ ready)",
     "first push": r"step 1: (evaluating|sampling)",
     "first evaluation": r"step 1: sampling",
-    "end of step 1": r"^rl +1/",
+    "end of step 1": r"^(rl|sft|rm|dpo) +1/",
 }
 _ONLY_FIRST = ("first push", "first evaluation")  # the same lines come again in later steps
 _VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")
@@ -113,7 +113,7 @@ def show(columns: dict[str, dict[str, float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", help="KEY=VALUE, replaces that of the config")
-    parser.add_argument("--config", type=Path, help="YAML file of an RL run; default: the demo's")
+    parser.add_argument("--config", type=Path, help="YAML file of a run; default: the demo's")
     parser.add_argument("--model", type=Path, help="folder of a checkpoint, for the demo's prompts")
     parser.add_argument("--engine", default="transformers", help="rollout.engine of the demo (default: %(default)s)")
     parser.add_argument("--trl", action="store_true", help="TRL's start beside it, with the demo's prompts")

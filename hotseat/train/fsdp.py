@@ -8,6 +8,7 @@ model is wrapped even on one rank, since the copies would take memory and the ho
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -73,6 +74,8 @@ class FSDPBackend(Trainer):
         is_16_bit = options.precision == "bf16" or (options.precision == "bf16_master" and options.lora is not None)
         dtype = torch.bfloat16 if is_16_bit else torch.float32
         loaded = load_model(model, options, dtype)
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            loaded.to(device)  # where it will be whole: checks of the model take seconds of a core elsewhere
         self._wrapped, layout = prepare_model(
             loaded, options, device, _compiler if compiles(options.compile, device) else None
         )

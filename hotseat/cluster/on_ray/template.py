@@ -3,9 +3,8 @@
     with started_template(["ray", "torch", "hotseat.loop.workers.model_workers"], env) as template:
         cluster = Cluster(template=template)
 
-It is for a Ray cluster that is started here, on Linux, on machines without NVIDIA devices: CUDA does not survive a
-fork, and some libraries look for devices while they are loaded. Elsewhere there is none, and every process loads what
-it needs.
+It is for a Ray cluster that is started here, on Linux. Elsewhere there is none, and every process loads what it needs.
+CUDA does not survive a fork, so torch looks for devices through NVIDIA's management library in the template.
 The template is a program of its own (`template_process.py`), which loads the libraries while the driver loads its own.
 """
 
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from hotseat.closing import on_failure
 from hotseat.cluster.on_ray import forked, template_process
@@ -27,8 +25,9 @@ from hotseat.cluster.session import python_path
 
 SWITCH = "HOTSEAT_TEMPLATE"  # 0 in the environment: no template
 
-# One thread of OpenBLAS: its threads, which it starts when it is loaded, would not survive a fork.
-_ENV = {"OPENBLAS_NUM_THREADS": "1", **RAY_ENV}
+# One thread of OpenBLAS: its threads, which it starts when it is loaded, would not survive a fork. Nor would CUDA, which
+# torch would start when a library asks it for devices.
+_ENV = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **RAY_ENV}
 _FOR_WORKERS = ("ray", "ray._private.workers.default_worker")
 _FOR_AGENTS = (
     "ray",
@@ -90,7 +89,7 @@ def can_fork() -> bool:
     """Tell whether processes can be forked from a template on this machine."""
     if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open") or os.environ.get(SWITCH) == "0":
         return False
-    return not Path("/dev/nvidiactl").exists() and not os.environ.get("RAY_ADDRESS")
+    return not os.environ.get("RAY_ADDRESS")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from waiting import wait_until
 from hotseat.cluster import Cluster, Process, started_template
 from hotseat.cluster.on_ray import forked, template_process
 from hotseat.cluster.on_ray.template import SWITCH, Template
-from hotseat.cluster.on_ray.template_process import differing, load
+from hotseat.cluster.on_ray.template_process import differing, has_open, load
 from hotseat.openmp import thread_env
 from hotseat.processes.supervisor import end_marked, marked, process_state
 
@@ -218,3 +218,11 @@ def test_variables_that_ray_and_we_set_for_each_process_may_differ():
     )
     assert differing(ours, {**ours, "HF_HOME": "/b", "TORCH_LOGS": "all"}) == {"HF_HOME", "TORCH_LOGS"}
     assert differing(ours, {"HOME": "/home"}) == {"HF_HOME"}
+
+
+def test_a_process_knows_whether_it_has_a_file_open(tmp_path):
+    with (tmp_path / "device-uvm").open("w"):
+        assert has_open(str(tmp_path / "device-uvm"))
+        assert has_open(str(tmp_path / "device"))
+        assert not has_open(str(tmp_path / "device-uvm-tools"))
+    assert not has_open(str(tmp_path / "device"))
