@@ -176,7 +176,6 @@ def run_ours(args: argparse.Namespace, engine: str, say: Callable[[str], object]
         prefix_caching=True,
         memory_share=0.9 / args.beside if is_sized else None,
         cache_gib=cache_bytes(args) / 2**30 if is_sized and args.beside > 1 else None,
-        engine_args=args.set if engine == "vllm" else {},
     )
     settings = EngineSettings(
         model=ModelSource(str(folder)),
@@ -211,8 +210,8 @@ def run_ours(args: argparse.Namespace, engine: str, say: Callable[[str], object]
 
 
 def cache_bytes(args: argparse.Namespace) -> int:
-    """Return the bytes of a KV cache with room for all slots at their longest, twice."""
-    return 2 * args.slots[0] * max_length(args.answer_tokens) * key_bytes(args.models[0])
+    """Return the bytes of a KV cache with room for all slots at their longest."""
+    return args.slots[0] * max_length(args.answer_tokens) * key_bytes(args.models[0])
 
 
 def requests_of(args: argparse.Namespace, num_sequences: int) -> list[Request]:
@@ -403,14 +402,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     small = not has_gpu()
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["tiny" if small else "0.5B"])
-    parser.add_argument("--engines", nargs="+", default=["transformers"], help="transformers, vllm, vllm*3, vllm-alone")
+    engines = "transformers, vllm, vllm*3 (three of them), vllm-alone, vllm-alone@512 (with so many slots)"
+    parser.add_argument("--engines", nargs="+", default=["transformers"], help=engines)
     parser.add_argument("--sequences", type=int, nargs="+", default=[16 if small else 1024])
     parser.add_argument("--slots", type=int, nargs="+", help="sequences at a time; an engine for each number")
     parser.add_argument("--answer-tokens", type=int, nargs=2, default=[124, 400], metavar=("LOW", "HIGH"))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--unseeded", action="store_true", help="measure vllm-alone without seeds, too")
     parser.add_argument("--together", action="store_true", help="start all engines of a model before measuring any")
-    parser.add_argument("--set", type=json.loads, default={}, help="more arguments of vLLM, in JSON")
+    parser.add_argument("--set", type=json.loads, default={}, help="more arguments of vllm-alone, in JSON")
     parser.add_argument("--profile", action="store_true", help="where the time of steps goes, after each row")
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # in the process of an engine
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
@@ -432,9 +432,10 @@ def main() -> None:
             if has_gpu():
                 torch.cuda.empty_cache()
             cases = []
-            for engine in args.engines:
+            for engine, _, slots in (each.partition("@") for each in args.engines):
                 own = engine_entry("vllm").num_slots if engine.partition("*")[0] == "vllm" else None
-                cases += [Case(engine, slots) for slots in args.slots or [own or max(args.sequences)]]
+                chosen = [int(slots)] if slots else args.slots or [own or max(args.sequences)]
+                cases += [Case(engine, number) for number in chosen]
             flags = ["--models", model, "--answer-tokens", *map(str, args.answer_tokens), "--set", json.dumps(args.set)]
             batches = [cases] if args.together else [[case] for case in cases]
             for batch in batches:
