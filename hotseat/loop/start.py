@@ -76,7 +76,7 @@ def worker_modules(config: Config) -> list[str]:
     else:
         modules.append("hotseat.loop.supervised.supervised_worker")
     package = backend_entry(config.train.backend).package
-    if package is not None:
+    if package is not None and not Path("/dev/nvidiactl").exists():  # DeepSpeed starts CUDA when it is loaded
         modules.append(package)
     for model in {config.actor.model, config.critic.model, config.reference.model, config.reward.model}:
         family = _family(model)

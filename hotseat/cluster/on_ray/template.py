@@ -25,8 +25,8 @@ from hotseat.cluster.session import python_path
 
 SWITCH = "HOTSEAT_TEMPLATE"  # 0 in the environment: no template
 
-# One thread of OpenBLAS: its threads, which it starts when it is loaded, would not survive a fork. Nor would CUDA, which
-# torch would start when a library asks it for devices.
+# One thread of OpenBLAS: its threads, which it starts when it is loaded, would not survive a fork. Nor would CUDA,
+# which torch would start when a library asks it for devices.
 _ENV = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **RAY_ENV}
 _FOR_WORKERS = ("ray", "ray._private.workers.default_worker")
 _FOR_AGENTS = (

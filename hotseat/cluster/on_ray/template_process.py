@@ -39,6 +39,9 @@ LENGTH = struct.Struct("!q")
 STARTED, REFUSED = b"+", b"-"
 # CUDA opens it when it is started. NVIDIA's management library, which survives a fork, opens other files of a GPU.
 CUDA_FILE = "/dev/nvidia-uvm"
+# Gives memory of jemalloc, which pyarrow has, back to the system. jemalloc takes its locks before a fork, and has no
+# such thread after it.
+MEMORY_THREAD = "jemalloc_bg_thd"
 
 # Variables that may differ from those of the template: nothing reads them while it is loaded, or it is set again here.
 _OWN = ("RAY_", "HOTSEAT_SESSION", "HOTSEAT_WORKER", "HOTSEAT_SHM_PREFIX", "HOTSEAT_ACTIVITY", "MASTER_", "SPT_")
@@ -46,7 +49,7 @@ _OWN_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"),
     *("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTHONPATH", "PYTHONUNBUFFERED", "_"),
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
-    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),  # the last two are scikit-learn's
 }
 _READ_ONCE = ("RAY_RAYLET_PID", "RAY_JOB_ID")  # by Ray, when it is loaded
 _READ_BY_AGENTS = ("RAY_enable_pipe_based_agent_to_parent_health_check",)  # while they are loaded
@@ -208,8 +211,12 @@ def has_open(prefix: str) -> bool:
 
 
 def num_threads() -> int:
-    """Count the threads of this process, those of libraries included."""
-    return len(os.listdir("/proc/self/task"))
+    """Count the threads of this process, those of libraries included, without those that a fork does not harm."""
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
+            names.append(file.read().strip())
+    return len(names) - names.count(MEMORY_THREAD)
 
 
 def _context(command: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
