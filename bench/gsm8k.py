@@ -160,7 +160,10 @@ def write_hotseat_config(args: argparse.Namespace, folder: Path) -> None:
 
 def run_hotseat(args: argparse.Namespace, folder: Path) -> None:
     """Run `hotseat run`, and copy what it records of its steps as soon as that is there."""
+    from transformers import AutoTokenizer
+
     begin_part(args, folder, "config", time.time())
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
     command = [sys.executable, "-m", "hotseat", "run", str(folder / "gsm8k.yaml"), *args.set]
     with start_alone(args.out, args.untimed) as started:
         began_s = time.time()
@@ -177,7 +180,7 @@ def run_hotseat(args: argparse.Namespace, folder: Path) -> None:
                 recorded = [] if has_prompts or not num_read else read_lines(folder / "run" / "samples.jsonl")
                 if recorded:
                     has_prompts = True
-                    results.add("prompts", ids=hotseat_prompts(args.model, recorded))
+                    results.add("prompts", ids=hotseat_prompts(tokenizer, recorded))
     if process.returncode:
         raise SystemExit(process.returncode)
     results.add("end")
@@ -197,13 +200,10 @@ def add_hotseat_record(results: Results, record: dict[str, Any]) -> None:
         results.add("evaluation", step=record["step"], accuracy=record["eval/accuracy"])
 
 
-def hotseat_prompts(model: Path, samples: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """Return the tokens of prompts of the first step by their row; samples are recorded with texts of tokens alone."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+def hotseat_prompts(tokenizer: Any, samples: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Return the tokens of recorded prompts by their row; samples are recorded with texts of tokens alone."""
     prompts = {}
-    for sample in samples:
+    for sample in (sample for sample in samples if sample["segments"]):
         ids = tokenizer(sample["prompt_text"], add_special_tokens=False)["input_ids"]
         is_sampled = sample["segments"][0]["sampled"]
         assert is_sampled.index(True) == len(ids), "the policy answered another prompt"
