@@ -169,7 +169,7 @@ def run_hotseat(args: argparse.Namespace, folder: Path) -> None:
         began_s = time.time()
         results = begin_results(args, began_s)
         with subprocess.Popen(command, cwd=folder) as process:
-            num_read, has_prompts = 0, False
+            num_read, prompts = 0, {}
             while process.poll() is None or num_read < len(read_lines(folder / "run" / "metrics.jsonl")):
                 time.sleep(0.05)
                 records = read_lines(folder / "run" / "metrics.jsonl")[num_read:]
@@ -177,10 +177,11 @@ def run_hotseat(args: argparse.Namespace, folder: Path) -> None:
                 for record in records:
                     started()
                     add_hotseat_record(results, record)
-                recorded = [] if has_prompts or not num_read else read_lines(folder / "run" / "samples.jsonl")
-                if recorded:
-                    has_prompts = True
-                    results.add("prompts", ids=hotseat_prompts(tokenizer, recorded))
+                if len(prompts) < NUM_SHOWN and records:
+                    recorded = hotseat_prompts(tokenizer, read_lines(folder / "run" / "samples.jsonl"))
+                    if len(recorded) > len(prompts):
+                        prompts = recorded
+                        results.add("prompts", ids=prompts)
     if process.returncode:
         raise SystemExit(process.returncode)
     results.add("end")
@@ -418,7 +419,7 @@ class Run:
 def read_run(path: Path) -> Run:
     lines = read_lines(path)
     of_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("step", "evaluation", "prompts")}
-    prompts = of_kind["prompts"][0]["ids"] if of_kind["prompts"] else {}
+    prompts = of_kind["prompts"][-1]["ids"] if of_kind["prompts"] else {}
     return Run(lines[0], of_kind["step"], of_kind["evaluation"], prompts)
 
 
