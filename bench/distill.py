@@ -12,28 +12,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gsm8k import REWARD, stream, write_data
 from lib.checkpoint import existing
 from lib.devices import need_gpu
+from lib.gsm8k_task import write_data
 from rich.console import Console
 from rich.table import Table
 
 CONFIG = """\
 task: rl
 actor: {{model: {student}, optimizer: {{learning_rate: 1e-6}}}}
-data: {{path: train.jsonl, label_key: label, apply_chat_template: true, max_length: {length}, max_samples: {rows}}}
+data: {{path: train.jsonl, input_key: prompt, apply_chat_template: true, max_length: {length}, max_samples: {rows}}}
 rollout: {{batch_size: {questions}, max_new_tokens: {answer}}}
 train: {{num_episodes: 1}}
-eval: {{path: test.jsonl, every: {every}, temperature: 0, samples_per_prompt: 1, reward: reward.py}}
+eval: {{path: test.jsonl, every: {every}, temperature: 0, samples_per_prompt: 1, reward: {reward}}}
 log: {{every: 1}}
 """
 SAMPLES = 8
-GRPO = ["reward.function=reward.py", f"rollout.samples_per_prompt={SAMPLES}", "algorithm.estimator=group_norm"]
+REWARD = Path(__file__).resolve().parent / "lib" / "gsm8k_task.py"
+GRPO = [f"reward.function={REWARD}", f"rollout.samples_per_prompt={SAMPLES}", "algorithm.estimator=group_norm"]
 TEACHER = ["algorithm.distill.coef=1", "algorithm.distill.top_k=64"]
 
 
@@ -55,10 +59,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         write_data(args.data, folder)
-        (folder / "reward.py").write_text(REWARD)
         length, answer = (256, 8) if args.dry_run else (1024, 400)
         sizes = {"questions": args.questions, "rows": args.questions * args.steps, "every": args.eval_every}
-        text = CONFIG.format(student=student, length=length, answer=answer, **sizes)
+        text = CONFIG.format(student=student, reward=REWARD, length=length, answer=answer, **sizes)
         (folder / "distill.yaml").write_text(text)
         curves = {name: run(name, args, teacher, folder) for name in args.only}
     if args.dry_run:
@@ -81,6 +84,21 @@ def run(name: str, args: argparse.Namespace, teacher: Path, folder: Path) -> lis
         ((start_s + sum(seconds for step, seconds in steps.items() if step <= record["step"])) / 60, record)
         for record in records
     ]
+
+
+def stream(command: Sequence[str], folder: Path) -> float:
+    """Run a command and print its output with seconds before each line; return those to the end of step 1."""
+    began_s, first_step_s = time.monotonic(), float("nan")
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            seconds = time.monotonic() - began_s
+            print(f"{seconds:6.1f}  {line}", end="", flush=True)
+            if line.startswith(("rl  1/", "rl 1/")):
+                first_step_s = seconds
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return first_step_s
 
 
 def print_curves(curves: dict[str, list[tuple[float, dict[str, Any]]]]) -> None:

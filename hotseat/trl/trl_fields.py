@@ -303,7 +303,7 @@ GRPO: tuple[TrlField, ...] = (
         " limit on prompts, so `data.max_lost_fraction: 0` refuses data with longer ones. None is refused",
     ),
     _idle("ds3_gather_for_generation", True, "engines have weights of their own"),
-    _refused("shuffle_dataset", True, "prompts are drawn in random order in every pass, or by `data.sampler`"),
+    _copied("shuffle_dataset", True, "data.shuffle", convert=bool),
     _PADDING,
     _derived(
         *("generation_batch_size", None, "batches", "rollout.batch_size"),

@@ -166,6 +166,11 @@ def test_batches_of_pairs_and_rows():
         assert config.train.batch_size == 24
 
 
+def test_the_order_of_the_data_is_kept_where_trl_keeps_it():
+    assert config_of().data.shuffle
+    assert not config_of(shuffle_dataset=False).data.shuffle
+
+
 def test_passes_are_whole():
     assert config_of(num_train_epochs=2).train.num_episodes == 2
     assert "passes are whole" in refused(num_train_epochs=0.5)["num_train_epochs"]
