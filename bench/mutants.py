@@ -88,7 +88,7 @@ class Mutant:
 MUTANTS = (
     # --- algorithms
     Mutant(
-        "algorithms/advantages.py",
+        "algorithms/baselines.py",
         "rewards are compared without subtracting the group's least: equal ones differ by rounding",
         'return exact - least.scatter_reduce(0, index, exact, "amin")[self.index]',
         "return rewards",
@@ -286,8 +286,8 @@ MUTANTS = (
     Mutant(
         "agents/host.py",
         "episodes that wait for a place begin though their host closes",
-        "while self._waiting and len(self._playing) < self._max_concurrent and self._jobs.closed is None:",
-        "while self._waiting and len(self._playing) < self._max_concurrent:",
+        "while self._waiting and self._jobs.num_playing < self._max_concurrent and self._jobs.closed is None:",
+        "while self._waiting and self._jobs.num_playing < self._max_concurrent:",
         "test_what_waits_for_a_place_does_not_begin_when_the_host_closes",
     ),
     Mutant(
