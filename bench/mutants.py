@@ -204,7 +204,7 @@ MUTANTS = (
         "test_a_run_that_failed_leaves_no_groups_to_the_next_of_its_name",
     ),
     Mutant(
-        "loop/state/saving.py",
+        "loop/state/background_save.py",
         "an error of torch that is no `Exception` ends the thread of a save without a word",
         "        except BaseException as error:  # torch raises errors",
         "        except Exception as error:  # torch raises errors",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,49 +51,50 @@ def make_prompts(
     template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs) if apply_chat_template else None
     check_input_template(input_template)
 
-    def draft_of(row: Row) -> tuple[str, Any, Any, str, str]:
-        text = _text(row.values, input_key, template, input_template)
-        kept = None if columns is None else _kept(row.values, columns, input_key)
-        has_answer = answer_key is not None and row.values.get(answer_key) is not None
-        answer = text_of(row.values, answer_key) if answer_key is not None and has_answer else ""
-        has_other = teacher_key is not None and row.values.get(teacher_key) is not None
-        other = _text(row.values, str(teacher_key), template, input_template) if has_other else ""
-        return text, _label(row.values, label_key), kept, answer, other
-
-    def encoded_of(texts: Sequence[str]) -> list[list[int]]:
-        return [ids for at in range(0, len(texts), CHUNK) for ids, _ in encode(tokenizer, [*texts[at : at + CHUNK]])]
+    def draft_of(row: Row) -> _Draft:
+        values = row.values
+        return _Draft(
+            text=_text(values, input_key, template, input_template),
+            columns=None if columns is None else _kept(values, columns, input_key),
+            answer=text_of(values, answer_key) if answer_key and values.get(answer_key) is not None else "",
+            teacher_text=(
+                _text(values, teacher_key, template, input_template)
+                if teacher_key and values.get(teacher_key) is not None
+                else ""
+            ),
+            label=_label(values, label_key),
+        )
 
     drafts = from_rows(rows, draft_of)
-    texts, labels, kept, answers, others = zip(*drafts, strict=True) if rows else ((), (), (), (), ())
-    encoded = encoded_of(texts)
-    encoded_answers = encoded_of(answers) if any(answers) else [[] for _ in answers]
-    encoded_answers = [[*ids, tokenizer.eos_token_id] if ids else [] for ids in encoded_answers]
-    of_teacher = encoded_of(others) if any(others) else [[] for _ in others]
+    encoded = _encoded(tokenizer, [draft.text for draft in drafts])
+    answers = _encoded(tokenizer, [draft.answer for draft in drafts])
+    teacher_prompts = _encoded(tokenizer, [draft.teacher_text for draft in drafts])
     prompts: list[Prompt] = []
     report = RowReport(len(rows))
 
-    def add(
-        row: Row,
-        text: str,
-        label: Any,
-        values: dict[str, Any] | None,
-        ids: list[int],
-        answer: list[int],
-        other: list[int],
-    ) -> None:
+    def add(row: Row, draft: _Draft, ids: list[int], answer: list[int], teacher_ids: list[int]) -> None:
         images: RowImages | None = None if image_key is None else row.values[image_key]
-        ids = _with_images(ids, images, text, input_key)
+        ids = _with_images(ids, images, draft.text, input_key)
         report.longest = max(report.longest, len(ids))
         if prompt_max_length is not None and len(ids) > prompt_max_length:
-            report.add(partial(LostRow, row.where, row.values, text, len(ids)), is_dropped=True)
+            report.add(partial(LostRow, row.where, row.values, draft.text, len(ids)), is_dropped=True)
             return
-        source = next((row.values[key] for key in _SOURCE_KEYS if row.values.get(key) is not None), None)
-        paths = () if images is None else images.paths
-        source = "" if source is None else str(source)
-        known = (text, tuple(ids), label, source, paths, values, tuple(answer), tuple(other))
-        prompts.append(Prompt(len(prompts), *known))
+        source = next((row.values[key] for key in _SOURCE_KEYS if row.values.get(key) is not None), "")
+        prompts.append(
+            Prompt(
+                len(prompts),
+                draft.text,
+                tuple(ids),
+                draft.label,
+                str(source),
+                () if images is None else images.paths,
+                draft.columns,
+                (*answer, tokenizer.eos_token_id) if answer else (),
+                tuple(teacher_ids),
+            )
+        )
 
-    from_rows(rows, add, texts, labels, kept, encoded, encoded_answers, of_teacher)
+    from_rows(rows, add, drafts, encoded, answers, teacher_prompts)
     if not prompts:
         source, fix = limit
         because = f", the limit by {source}" if source else ""
@@ -100,6 +102,24 @@ def make_prompts(
         raise DataError(f"none of the {len(rows)} rows is a prompt{why}{report.example}")
     report.num_kept = len(prompts)
     return prompts, report
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """Texts and values of a row that become a prompt."""
+
+    text: str
+    label: Any
+    columns: dict[str, Any] | None
+    answer: str  # empty: the row has none
+    teacher_text: str  # empty: a teacher reads the same prompt
+
+
+def _encoded(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Tokenise texts; where all are empty, no tokenizer is called."""
+    if not any(texts):
+        return [[] for _ in texts]
+    return [ids for at in range(0, len(texts), CHUNK) for ids, _ in encode(tokenizer, [*texts[at : at + CHUNK]])]
 
 
 def _text(values: Mapping[str, Any], key: str, template: ChatTemplate | None, input_template: str | None) -> str:

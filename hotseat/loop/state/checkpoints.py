@@ -383,3 +383,8 @@ def file_facts(path: Path) -> dict[str, Any]:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
         return {"bytes": file.tell(), "hash": digest.hexdigest()}
+
+
+def shown_bytes(number: int) -> str:
+    """Return a size for people to read."""
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"

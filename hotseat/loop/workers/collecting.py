@@ -55,10 +55,11 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Way in which the groups of a collection get their rewards.
+    """Way in which groups get their rewards.
 
-    waits_for_model: a reward model scores them later, or a judge adds to what `scorer` gives. ignores_agents: rewards
-    that agents gave do not count. tokenizer: decodes answers for reward functions that are called by names.
+    tokenizer: decodes answers for reward functions that are called with named arguments. waits_for_model: a reward
+    model scores groups later, or a judge adds to the scores of `scorer`. ignores_agents: rewards that agents gave do not
+    count.
     """
 
     scorer: Scorer | None
@@ -164,7 +165,7 @@ def _score(group: OpenGroup, scoring: Scoring) -> Future[Any]:
 
 
 def submit_group(scorer: Scorer, group: OpenGroup, tokenizer: Any) -> Future[list[Score | Failed]]:
-    """Submit the episodes of a complete group that have no reward of their agent's own."""
+    """Submit the episodes of a complete group that their agent did not score."""
     prompt, episodes = group.job.prompt, group.episodes
     return scorer.submit(
         [episode.query for episode in episodes],

@@ -143,14 +143,14 @@ class RolloutHost(DeviceWorker):
                 self._collection.collecting.interrupt(lost)
 
     def collect(self, jobs: Sequence[Job], sampling: Sampling, num_needed: int | None = None) -> list[GroupFacts]:
-        """Answer and score every job. A group is scored as soon as it is complete, while others are still generated.
+        """Have every job answered and scored, and return the facts of the groups in the order of the jobs.
 
-        Where a reward model scores, this returns nothing yet: `take_rewards` returns the facts. With a judge on engines
-        of its own, `judge` returns them.
+        A group is scored as soon as it is complete, while others are still generated. Where a reward model or a judge
+        on engines of its own scores, this returns nothing, and `take_rewards` or `judge` returns the facts later.
+
         num_needed: how many groups are enough, those that are complete first. The others go on until the host is
-        connected anew; `given_up` has them.
-        Raises if no engine is left; called again, it continues what is in progress. What was answered for an earlier
-        call is not sampled again before `forget`.
+        connected anew; `given_up` has them. Raises if no engine is left. A repeated call continues what is in progress,
+        and samples nothing again that was answered since the last `forget`.
         """
         scoring = self._scoring(is_evaluation=jobs[0].epoch == EVALUATION)
         collection = self._collect(jobs, sampling, scoring)
@@ -158,12 +158,12 @@ class RolloutHost(DeviceWorker):
         keys, num_needed = {job.key for job in jobs}, len(jobs) if num_needed is None else num_needed
         while self._take_next(collection, keys, num_needed):
             pass
-        first = set([key for key in groups if key in keys][:num_needed])  # in the order in which they were complete
+        first = set([key for key in groups if key in keys][:num_needed])  # `groups` is in the order of completion
         self._given_up = [group.given_up for key, group in collection.collecting.open.items() if key in keys]
         jobs = [job for job in jobs if job.key in first]
         if scoring.waits_for_model:
             with self._changed:
-                # They come after this evaluation; those of an evaluation that is repeated are of no use.
+                # Groups of training are scored after this evaluation; an evaluation that is repeated replaces its own.
                 ahead = [group for group in self._waiting.groups if group.job.epoch != EVALUATION]
                 self._to_be_scored = ahead + self._to_be_scored
                 self._waiting.groups = [groups[job.key] for job in jobs]
@@ -194,9 +194,10 @@ class RolloutHost(DeviceWorker):
         return collection
 
     def _take_next(self, collection: _Collection, keys: set[GroupKey], num_needed: int) -> bool:
-        """Wait for a group if not enough of these are answered. Return whether they were not.
+        """Wait for one more group, and return True; or return False if enough of these are answered already.
 
-        An earlier call may still wait for the same groups: its caller has not, since another host died meanwhile.
+        The lock is there for an earlier call that still waits for the same groups, though its caller has gone on: it
+        repeats its work when another host has died.
         """
         groups, facts = collection.groups, collection.facts
         with collection.lock:
@@ -251,10 +252,11 @@ class RolloutHost(DeviceWorker):
         return [job.key for job in new]
 
     def fetch(self, wait_s: float, at_least: int = 1, *, reports_deaths: bool = True) -> Fetched:
-        """Report groups that have finished, waiting for so many of them at most `wait_s`, or until `hurry` is called.
+        """Report groups that have finished.
 
-        Raises what ended the work on the others, once nothing that has finished is left to report. The death of an
-        engine is raised too, until its replacement rejoins; without `reports_deaths` only if no engine is left.
+        Waits until there are `at_least` so many, for at most `wait_s`, or until `hurry` is called. Once nothing that has
+        finished is left to report, raises the error that ended the work on the others, or the death of an engine whose
+        replacement has not rejoined yet; without `reports_deaths` only if no engine is left.
         """
         assert self._client is not None, "not connected to the engines"
         with self._changed:
@@ -321,14 +323,14 @@ class RolloutHost(DeviceWorker):
         self._changed.notify_all()
 
     def _scoring(self, *, is_evaluation: bool) -> Scoring:
-        has_own = is_evaluation and self._eval_reward is not None
+        uses_eval_reward = is_evaluation and self._eval_reward is not None
         judge = self._settings.scorers.judge
         is_model = self._settings.has_reward_model or (judge is not None and judge.engine is not None)
         return Scoring(
-            self._eval_reward if has_own else self._reward,
+            self._eval_reward if uses_eval_reward else self._reward,
             self._tokenizer,
-            waits_for_model=is_model and not has_own,
-            ignores_agents=has_own,
+            waits_for_model=is_model and not uses_eval_reward,
+            ignores_agents=uses_eval_reward,
         )
 
     # --- reward models, and what becomes of groups --------------------------------------------------------------------
@@ -372,7 +374,7 @@ class RolloutHost(DeviceWorker):
             self._spool.forget(keys)
 
     def forget_all(self) -> None:
-        """Drop every group, finished or not: the run goes back. The driver restores the spool."""
+        """Drop every group, finished or not: the run goes back to a checkpoint. The driver restores the spool."""
         with self._changed:
             self._groups, self._finished, self._to_be_scored, self._given_up = {}, [], [], []
             self._waiting.groups = []
@@ -452,16 +454,16 @@ class RolloutHost(DeviceWorker):
 
 @dataclass
 class _Serving:
-    """Work in progress beside training, the groups that it is about, and what ended it."""
+    """Sampling and scoring that go on beside training, for `begin` and `fetch`."""
 
     collecting: Collecting
-    open: set[GroupKey] = field(default_factory=set)
-    error: Exception | None = None
+    open: set[GroupKey] = field(default_factory=set)  # groups that are not finished
+    error: Exception | None = None  # that ended it
 
 
 @dataclass
 class _Collection:
-    """Jobs of `collect` since groups were last forgotten: those that were begun, and what has come of them."""
+    """Jobs of `collect` since the last `forget`, and their results so far."""
 
     collecting: Collecting
     scoring: Scoring

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from hotseat.algorithms.distillation import Divergence
 from hotseat.cluster.activity import activity
 from hotseat.loop.devices.held_memory import device_of_process
+from hotseat.loop.workers.by_sample import BySample, TeacherScores
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
 from hotseat.loop.workers.experience import Share, flatten, groups_of
-from hotseat.loop.workers.model_workers import BySample, ModelWorker, TeacherScores
+from hotseat.loop.workers.model_workers import ModelWorker
 from hotseat.model_source import ModelSource
 from hotseat.placement.role_names import Part
 from hotseat.planning.budgets import Use
