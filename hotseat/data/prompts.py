@@ -40,32 +40,21 @@ def make_prompts(
     """Make prompts in the order of the rows; `index` counts those that are kept.
 
     With `apply_chat_template` the input is a list of messages, or a string that becomes the user's message, and
-    `input_template` is not used; otherwise the input is a string that replaces the `{}` in `input_template`. A label
-    is the row's value as it is, or "" without `label_key`. No special tokens are added to those in the text. limit: the
-    option that sets `prompt_max_length`, and how to raise it, for the message if no prompt is short enough. image_key:
-    the rows went through `images.prepare_rows`, which left their images there. columns: to keep of every row, of those
-    that `columns_of` returns; a row has None where it lacks one, as in `datasets`. None: none are kept. answer_key: of
-    given answers, which are tokenised by themselves and end with the end token; a row may have none. teacher_key: of
-    inputs that a teacher reads instead, rendered as the others; a row may have none.
+    `input_template` is not used; otherwise the input is a string that replaces the `{}` in `input_template`. No special
+    tokens are added to those in the text. The other keys name columns of rows:
+
+    - label_key: labels, kept as they are; None: labels are ""
+    - answer_key: answers that the data gives, tokenised by themselves, with an end token; a row may have none
+    - teacher_key: inputs that a teacher reads instead, rendered like the others; a row may have none
+    - image_key: images, which `images.prepare_rows` has left there
+    - columns: kept for functions, None where a row lacks one, as in `datasets`; None: no column is kept
+
+    limit: the option that sets `prompt_max_length`, and how to raise it, for the error if every prompt is too long.
     """
     template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs) if apply_chat_template else None
     check_input_template(input_template)
-
-    def draft_of(row: Row) -> _Draft:
-        values = row.values
-        return _Draft(
-            text=_text(values, input_key, template, input_template),
-            columns=None if columns is None else _kept(values, columns, input_key),
-            answer=text_of(values, answer_key) if answer_key and values.get(answer_key) is not None else "",
-            teacher_text=(
-                _text(values, teacher_key, template, input_template)
-                if teacher_key and values.get(teacher_key) is not None
-                else ""
-            ),
-            label=_label(values, label_key),
-        )
-
-    drafts = from_rows(rows, draft_of)
+    form = _Form(input_key, label_key, answer_key, teacher_key, columns, template, input_template)
+    drafts = from_rows(rows, form.draft)
     encoded = _encoded(tokenizer, [draft.text for draft in drafts])
     answers = _encoded(tokenizer, [draft.answer for draft in drafts])
     teacher_prompts = _encoded(tokenizer, [draft.teacher_text for draft in drafts])
@@ -79,20 +68,11 @@ def make_prompts(
         if prompt_max_length is not None and len(ids) > prompt_max_length:
             report.add(partial(LostRow, row.where, row.values, draft.text, len(ids)), is_dropped=True)
             return
-        source = next((row.values[key] for key in _SOURCE_KEYS if row.values.get(key) is not None), "")
-        prompts.append(
-            Prompt(
-                len(prompts),
-                draft.text,
-                tuple(ids),
-                draft.label,
-                str(source),
-                () if images is None else images.paths,
-                draft.columns,
-                (*answer, tokenizer.eos_token_id) if answer else (),
-                tuple(teacher_ids),
-            )
-        )
+        source = str(next((row.values[key] for key in _SOURCE_KEYS if row.values.get(key) is not None), ""))
+        paths = () if images is None else images.paths
+        ended = (*answer, tokenizer.eos_token_id) if answer else ()
+        known = (draft.text, tuple(ids), draft.label, source, paths, draft.columns, ended, tuple(teacher_ids))
+        prompts.append(Prompt(len(prompts), *known))
 
     from_rows(rows, add, drafts, encoded, answers, teacher_prompts)
     if not prompts:
@@ -115,17 +95,42 @@ class _Draft:
     teacher_text: str  # empty: a teacher reads the same prompt
 
 
+@dataclass(frozen=True)
+class _Form:
+    """How rows hold prompts: arguments of `make_prompts`."""
+
+    input_key: str
+    label_key: str | None
+    answer_key: str | None
+    teacher_key: str | None
+    columns: Sequence[str] | None
+    template: ChatTemplate | None
+    input_template: str | None
+
+    def draft(self, row: Row) -> _Draft:
+        values = row.values
+        # A row may lack an answer, and a prompt for a teacher.
+        answer_key = self.answer_key if values.get(self.answer_key or "") is not None else None
+        teacher_key = self.teacher_key if values.get(self.teacher_key or "") is not None else None
+        return _Draft(
+            text=self._text(values, self.input_key),
+            columns=None if self.columns is None else _kept(values, self.columns, self.input_key),
+            answer="" if answer_key is None else text_of(values, answer_key),
+            teacher_text="" if teacher_key is None else self._text(values, teacher_key),
+            label=_label(values, self.label_key),
+        )
+
+    def _text(self, values: Mapping[str, Any], key: str) -> str:
+        if self.template is None:
+            return fill_in(self.input_template, text_of(values, key))
+        return self.template.render(messages_of(values, key, "user"), key, for_generation=True)
+
+
 def _encoded(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Tokenise texts; where all are empty, no tokenizer is called."""
     if not any(texts):
         return [[] for _ in texts]
     return [ids for at in range(0, len(texts), CHUNK) for ids, _ in encode(tokenizer, [*texts[at : at + CHUNK]])]
-
-
-def _text(values: Mapping[str, Any], key: str, template: ChatTemplate | None, input_template: str | None) -> str:
-    if template is None:
-        return fill_in(input_template, text_of(values, key))
-    return template.render(messages_of(values, key, "user"), key, for_generation=True)
 
 
 def _with_images(ids: list[int], images: RowImages | None, text: str, key: str) -> list[int]:

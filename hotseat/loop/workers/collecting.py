@@ -58,8 +58,7 @@ class Scoring:
     """Way in which groups get their rewards.
 
     tokenizer: decodes answers for reward functions that are called with named arguments. waits_for_model: a reward
-    model scores groups later, or a judge adds to the scores of `scorer`. ignores_agents: rewards that agents gave do not
-    count.
+    model scores groups later, or a judge adds to the scores of `scorer`. ignores_agents: those of agents do not count.
     """
 
     scorer: Scorer | None

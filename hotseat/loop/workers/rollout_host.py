@@ -254,8 +254,8 @@ class RolloutHost(DeviceWorker):
     def fetch(self, wait_s: float, at_least: int = 1, *, reports_deaths: bool = True) -> Fetched:
         """Report groups that have finished.
 
-        Waits until there are `at_least` so many, for at most `wait_s`, or until `hurry` is called. Once nothing that has
-        finished is left to report, raises the error that ended the work on the others, or the death of an engine whose
+        Waits until there are `at_least` so many, for at most `wait_s`, or until `hurry` is called. Once all that have
+        finished are reported, raises the error that ended the work on the others, or the death of an engine whose
         replacement has not rejoined yet; without `reports_deaths` only if no engine is left.
         """
         assert self._client is not None, "not connected to the engines"
