@@ -187,7 +187,10 @@ class WorkerGroup(Calling[W_co]):
         raise NotImplementedError(f"{self.name}: has no processes of its own to ping")
 
     def end(self, rank: int, reason: str, *, pid: int | None = None) -> None:
-        """End a rank's process, if it is `pid`, and what it started; calls that wait for it fail with the reason."""
+        """End a rank's process and all that it started; calls that wait for it fail with the reason.
+
+        pid: end it only if it is this process, and no replacement.
+        """
         raise NotImplementedError(f"{self.name}: has no processes of its own to end")
 
     @abstractmethod
@@ -202,7 +205,7 @@ class WorkerGroup(Calling[W_co]):
         return [holder.pid for holder in self.holders()]
 
     def look(self, rank: int, *, with_stack: bool) -> Sighting:
-        """Return what a rank's process is doing, as the node sees it on which it runs."""
+        """Return what a rank's process is doing, as seen on its node."""
         pid = self.known_pids()[rank]
         return look_at(pid, f"{self.name}-{rank}", os.environ.get(DIRECTORY, ""), with_stack=with_stack)
 

@@ -129,7 +129,7 @@ def reward_files(config: Config) -> list[tuple[str, str]]:
 
 
 def name_of_function(function: RewardFunctionConfig) -> str:
-    """Return the name of one of several reward functions: its own, or that of the function, or else of its file."""
+    """Return the name of one of several reward functions: as configured, else the function's, else its file's."""
     path, _, name = function.function.rpartition(":")
     return function.name or (name if path else Path(function.function).stem)
 

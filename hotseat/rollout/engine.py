@@ -275,7 +275,7 @@ class Engine(ABC):
         return EngineSequence(request, stop_ids, max_new_tokens, self._stop_strings(sampling.stop))
 
     def _stop_strings(self, strings: tuple[str, ...]) -> StopStrings | None:
-        """Return what finds these strings; the same for all requests with them, since it remembers tokens."""
+        """Return the finder of these strings, one for all requests with them: it remembers tokens."""
         if not strings:
             return None
         if strings not in self._stops:

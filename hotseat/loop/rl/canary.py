@@ -384,7 +384,7 @@ class CanaryGuard:
         )
 
     def _rounding(self, canary: Canary, expected: Sequence[float]) -> tuple[GapStatistics, str]:
-        """Measure what rounding alone does to log-probs of these tokens; return it, and how it is known.
+        """Measure the gaps of log-probs that rounding alone makes on these tokens; return them and their source.
 
         It is the trainer's own rounding, plus that of logits in the engine's dtype (the trainer computes logits in
         float32, and engines may not), plus that of what engines have in FP8.
