@@ -35,7 +35,7 @@ _PASSED_ON = (
 
 
 def environment(folder: Path, passed_on: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a program: no secrets of ours, the folder as its home, and what is its own."""
+    """Return the environment of a program: without secrets, with the folder as its home, and its own variables."""
     ours = {name: os.environ[name] for name in (*_PASSED_ON, *passed_on) if name in os.environ}
     return {**ours, "HOME": str(folder), "TMPDIR": str(folder), **own}
 

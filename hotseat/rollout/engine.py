@@ -396,7 +396,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _prepare_load(self) -> None:
-        """Forget what was computed with the old weights: new ones are about to come."""
+        """Forget results of the old weights: new ones are about to come."""
 
     @abstractmethod
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

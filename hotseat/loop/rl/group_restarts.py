@@ -52,7 +52,10 @@ class GroupRestarts:
     _saved: int | None = field(default=None, init=False)  # step of the newest checkpoint, when last restarted
 
     def recover(self, error: RunError, saver: Saver, journal: Journal) -> Checkpoint:
-        """Restart what was lost, and return the checkpoint from which the run continues. Raises if that cannot help."""
+        """Restart the groups that lost a process, and return the checkpoint from which the run continues.
+
+        Raises the error if that cannot help.
+        """
         while True:
             lost = self._lost(error)
             if not lost or self.most == 0 or saver.is_stopping:

@@ -184,7 +184,7 @@ class UpdatePhase:
 
 @dataclass(frozen=True)
 class SyncPhase:
-    """Pushes weights to the engines under a new version, and has the canary judge what they compute from them."""
+    """Pushes weights to the engines under a new version, and has the canary judge their log-probs."""
 
     pusher: Pusher
     state: RlState

@@ -119,7 +119,7 @@ class CheckpointStore:
         num_ranks: Mapping[str, int] = MappingProxyType({}),
         when_current: AbstractContextManager[None] | None = None,
     ) -> Path:
-        """Make what was written since `begin` the current checkpoint, then delete old ones.
+        """Make the checkpoint written since `begin` the current one, then delete old ones.
 
         num_ranks: the number of ranks that wrote into each folder of the checkpoint. Raises if a file of any is not
         there. when_current: context in which it becomes current; if it raises, there is no checkpoint.

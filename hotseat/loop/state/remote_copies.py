@@ -108,7 +108,7 @@ class RemoteCopies:
         self._uploads.wake()
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what is known of uploads, for `hotseat status`."""
+        """Return facts about uploads, for `hotseat status`."""
         return self._uploads.facts()
 
     def metrics(self) -> Mapping[str, float]:

@@ -64,7 +64,7 @@ def critic_folder(model: Path) -> Path:
 
 
 def for_ranks(path: Path) -> str:
-    """Return a path as ranks get it: on a cluster that was there before, their working directory is another one."""
+    """Return a path for ranks: absolute, because on an existing cluster they have another working directory."""
     return str(path.absolute())
 
 
@@ -172,7 +172,7 @@ class Saver:
         return self._copies.uploading(say, show, self.last_step, lambda: self.phase == "stopped")
 
     def upload_facts(self) -> Mapping[str, Any] | None:
-        """Return what is known of uploads; None if checkpoints have no URL."""
+        """Return facts about uploads; None if checkpoints have no URL."""
         return None if self._copies is None else self._copies.facts()
 
     def keep(self, config: Config) -> None:

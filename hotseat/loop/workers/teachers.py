@@ -19,7 +19,7 @@ from hotseat.train.make import make_backend
 
 
 class TeachersWorker(ModelWorker):
-    """One rank of several teachers, which take turns on its device: one is there, the others are in host memory.
+    """One rank of several teachers: one at a time is on its device, the others are in host memory.
 
     weights: of each teacher's log-probs in the log-prob of every token, Σ w log π; they add up to 1. With the advantage
     Σ w log π_teacher − log π_old the policy descends Σ w KL(π ‖ π_teacher). None: a prompt's source names its teacher.
