@@ -120,7 +120,7 @@ def assemble(
         checkpoints = RlCheckpoints(groups, scheduler, state, guard, ledger, stream, phase_settings)
         group_restarts = _group_restarts(context, groups, recovery, checkpoints, run_dir, journal)
         if recording is not None:
-            group_restarts.most = 0  # a replay makes no checkpoints
+            group_restarts.max_restarts = 0  # a replay makes no checkpoints
         yield RlRun(
             num_steps=num_steps if recording is None else min(num_steps, recording.num_steps),
             has_evaluation=bool(inputs.eval_prompts) and recording is None,
