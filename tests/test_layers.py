@@ -145,7 +145,7 @@ ROWS_OF = {
     "rlinf": (
         ("@shim",),
         ("__init__",),
-        ("actor", "config_command", "config_table", "embodied"),
+        ("actor", "config_command", "embodied"),
         ("rlinf_worker",),
         ("channel",),
         ("worker_group",),
