@@ -35,7 +35,7 @@ from hotseat.cluster.lease import Holder
 from hotseat.cluster.refs import Ref
 from hotseat.cluster.sighting import Sighting, look_at
 from hotseat.cluster.worker_process import Failure
-from hotseat.errors import DeadlineError, RunError, WorkerError
+from hotseat.errors import DeadlineError, RunError, WorkerError, causes
 
 Arguments = Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]  # positional and keyword arguments, by rank
 CallObserver = Callable[[str, int, str, float, float], object]  # group, rank, method, start and end (`time.time`)
@@ -396,11 +396,7 @@ def under_way_at_restart(group: str, rank: int, method: str) -> WorkerError:
 
 def reports_death(error: BaseException | None) -> bool:
     """Tell whether an error, raised here or in a worker, reports the death of a process."""
-    while error is not None:
-        if isinstance(error, RunError) and error.is_death:
-            return True
-        error = error.__cause__
-    return False
+    return any(isinstance(each, RunError) and each.is_death for each in causes(error))
 
 
 def raise_failure(group: str, rank: int, method: str, failure: Failure) -> None:
