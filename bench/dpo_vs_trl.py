@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.devices import has_gpu
-from lib.offline_vs_trl import Comparison, main
+from lib.offline_vs_trl import Comparison, main, make_trl_trainer
 
 PAIRS_PER_STEP, PROMPT_LENGTH, ANSWER_LENGTHS = 32, 64, (64, 447)
 PRECISION = "dtype: bf16, fp32_master: false" if has_gpu() else "dtype: fp32"
@@ -50,33 +50,10 @@ def count_tokens(row: dict[str, str]) -> int:
 
 
 def make_trainer(model: Path, output: Path, pairs: int) -> Any:
-    from datasets import load_dataset
-    from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    return DPOTrainer(
-        model=str(model),
-        args=DPOConfig(
-            output_dir=str(output),
-            beta=0.1,
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
-            num_train_epochs=1,
-            per_device_train_batch_size=pairs,
-            gradient_accumulation_steps=PAIRS_PER_STEP // pairs,
-            max_length=512,
-            bf16=has_gpu(),
-            use_cpu=not has_gpu(),
-            model_init_kwargs={"dtype": "bfloat16" if has_gpu() else "float32"},
-            gradient_checkpointing=False,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            logging_steps=1000,
-        ),
-        train_dataset=load_dataset("json", data_files=str(model / "rows.jsonl"), split="train"),
-        processing_class=AutoTokenizer.from_pretrained(model),
-    )
+    dtype = "bfloat16" if has_gpu() else "float32"
+    return make_trl_trainer(DPOTrainer, DPOConfig, model, output, pairs, PAIRS_PER_STEP, dtype, beta=0.1)
 
 
 if __name__ == "__main__":

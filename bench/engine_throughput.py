@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from lib.shapes import dimensions
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,15 +34,7 @@ VOCAB_SIZE = 256
 
 def small_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=MAX_LENGTH,
-    )
+    config = LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_LENGTH, **dimensions(128, 384, 4, 4, 4))
     return LlamaForCausalLM(config).eval()
 
 

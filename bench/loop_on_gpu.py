@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.devices import need_gpu
+from lib.shapes import dimensions
 from lib.trl_side import time_grpo
 from lib.words import save_prompts, save_tokenizer
 
@@ -57,11 +58,7 @@ def make_task(directory: Path, num_rows: int) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
+        **dimensions(896, 4864, 24, 14, 2),
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=None,

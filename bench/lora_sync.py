@@ -18,16 +18,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lib.shapes import dimensions
 from lib.words import save_prompts, save_tokenizer
 from rich.console import Console
 from rich.table import Table
 
 GROUP_SIZE, PROMPT_LENGTH, RANK = 4, 16, 16
 SHAPES = {  # SmolLM2's and Qwen2.5's, without biases
-    "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
-    | {"num_key_value_heads": 3, "vocab_size": 49_152},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
-    | {"num_key_value_heads": 2, "vocab_size": 151_936},
+    "135m": dimensions(576, 1536, 30, 9, 3) | {"vocab_size": 49_152},
+    "1.5b": dimensions(1536, 8960, 28, 12, 2) | {"vocab_size": 151_936},
 }
 CONFIG = """
 task: rl

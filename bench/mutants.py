@@ -88,7 +88,7 @@ class Mutant:
 MUTANTS = (
     # --- algorithms
     Mutant(
-        "algorithms/advantages.py",
+        "algorithms/baselines.py",
         "rewards are compared without subtracting the group's least: equal ones differ by rounding",
         'return exact - least.scatter_reduce(0, index, exact, "amin")[self.index]',
         "return rewards",
@@ -204,7 +204,7 @@ MUTANTS = (
         "test_a_run_that_failed_leaves_no_groups_to_the_next_of_its_name",
     ),
     Mutant(
-        "loop/state/saving.py",
+        "loop/state/background_save.py",
         "an error of torch that is no `Exception` ends the thread of a save without a word",
         "        except BaseException as error:  # torch raises errors",
         "        except Exception as error:  # torch raises errors",
@@ -286,8 +286,8 @@ MUTANTS = (
     Mutant(
         "agents/host.py",
         "episodes that wait for a place begin though their host closes",
-        "while self._waiting and len(self._playing) < self._max_concurrent and self._jobs.closed is None:",
-        "while self._waiting and len(self._playing) < self._max_concurrent:",
+        "while self._waiting and self._jobs.num_playing < self._max_concurrent and self._jobs.closed is None:",
+        "while self._waiting and self._jobs.num_playing < self._max_concurrent:",
         "test_what_waits_for_a_place_does_not_begin_when_the_host_closes",
     ),
     Mutant(

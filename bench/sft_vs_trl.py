@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.devices import has_gpu
-from lib.offline_vs_trl import Comparison, main
+from lib.offline_vs_trl import Comparison, main, make_trl_trainer
 
 ROWS_PER_STEP, PROMPT_LENGTH, ANSWER_LENGTHS = 64, 64, (64, 447)
 CONFIG = f"""
@@ -43,32 +43,9 @@ def count_tokens(row: dict[str, str]) -> int:
 
 
 def make_trainer(model: Path, output: Path, rows: int) -> Any:
-    from datasets import load_dataset
-    from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    return SFTTrainer(
-        model=str(model),
-        args=SFTConfig(
-            output_dir=str(output),
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
-            num_train_epochs=1,
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=ROWS_PER_STEP // rows,
-            max_length=512,
-            bf16=has_gpu(),
-            use_cpu=not has_gpu(),
-            model_init_kwargs={"dtype": "float32"},
-            gradient_checkpointing=False,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            logging_steps=1000,
-        ),
-        train_dataset=load_dataset("json", data_files=str(model / "rows.jsonl"), split="train"),
-        processing_class=AutoTokenizer.from_pretrained(model),
-    )
+    return make_trl_trainer(SFTTrainer, SFTConfig, model, output, rows, ROWS_PER_STEP, "float32")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lib.shapes import dimensions
+
 from hotseat.cluster import Cluster
 from hotseat.envs.family_loading import SimulatorSettings
 from hotseat.loop.rl.auto_placement import RolloutShape, TurnCosts, predicted_rollout, turn_costs
@@ -115,11 +117,7 @@ def write_policy(path: str, width: int) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        **dimensions(width, 2 * width, 2, 4, 4),
         max_position_embeddings=128,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

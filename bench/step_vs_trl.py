@@ -27,6 +27,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from lib.shapes import dimensions
 from lib.trl_side import time_grpo
 from lib.words import save_prompts, save_tokenizer
 
@@ -73,11 +74,7 @@ def make_task(directory: Path, num_rows: int) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=NUM_WORDS,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        **dimensions(128, 384, 4, 4, 4),
         max_position_embeddings=64,
         tie_word_embeddings=False,
         bos_token_id=None,

@@ -7,9 +7,8 @@ others are known by what libraries write, in the table `DEATHS`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
-from hotseat.errors import BudgetError, DeadlineError, HotseatError, RunError, WorkerError
+from hotseat.errors import BudgetError, DeadlineError, HotseatError, RunError, WorkerError, causes
 
 # What reports a death -> the pattern of its error's type and text.
 DEATHS = {
@@ -33,18 +32,18 @@ _PATTERNS = {of: re.compile(pattern, re.MULTILINE) for of, pattern in DEATHS.ite
 
 def comes_again(error: BaseException) -> bool:
     """Tell whether a run that this error ended would meet it again when it is resumed."""
-    causes = list(_causes(error))
-    if any(isinstance(each, RunError) and each.is_death for each in causes):
+    chain = list(causes(error))
+    if any(isinstance(each, RunError) and each.is_death for each in chain):
         return False
-    for each in causes:
+    for each in chain:
         if isinstance(each, HotseatError) and each.comes_again is not None:
             return each.comes_again
-    return reporter_of("\n".join(map(_text, causes))) is None
+    return reporter_of("\n".join(map(_text, chain))) is None
 
 
 def is_loss(error: BaseException) -> bool:
     """Tell whether an error means that a process was lost or hung, so that the run can continue with another one."""
-    is_choice = any(isinstance(each, BudgetError) for each in _causes(error))  # it resumes with another config
+    is_choice = any(isinstance(each, BudgetError) for each in causes(error))  # it resumes with another config
     return not is_choice and not comes_again(error)
 
 
@@ -52,7 +51,7 @@ def who_died(error: BaseException) -> tuple[str | None, set[str]]:
     """Return the group of which a process died, if the error says so, and all groups whose processes it names."""
     named: dict[str, None] = {}  # an ordered set
     death = None
-    for each in _causes(error):
+    for each in causes(error):
         if isinstance(each, WorkerError) and each.group:
             named[each.group] = None
         if isinstance(each, DeadlineError):
@@ -65,12 +64,6 @@ def who_died(error: BaseException) -> tuple[str | None, set[str]]:
 def reporter_of(text: str) -> str | None:
     """Return who reports a death in the text of an error; None if it tells of none."""
     return next((of for of, pattern in _PATTERNS.items() if pattern.search(text)), None)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 def _text(error: BaseException) -> str:

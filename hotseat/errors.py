@@ -27,6 +27,7 @@ A message says what was given, what would fit, and what to change.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -186,3 +187,10 @@ class CheckpointError(RunError):
 
 class TakenOverError(CheckpointError):
     """Raised where another process writes the checkpoints of this run to the same storage now."""
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__

@@ -20,7 +20,7 @@ from hotseat.errors import UserError
 SCRIPT_FOLDER = ".{name}.python"
 
 
-def is_own(name: str) -> bool:
+def is_user_function(name: str) -> bool:
     """Tell whether a name is `FILE.py:FUNCTION`, and not that of a built-in function."""
     return re.fullmatch(r".+\.py:\w+", name) is not None
 
@@ -33,7 +33,7 @@ def located(name: str) -> tuple[Path, str | None]:
 
 def absolute(name: str) -> str:
     """Return `FILE.py:FUNCTION` with an absolute path, which means the same in every process; other names as given."""
-    if not is_own(name):
+    if not is_user_function(name):
         return name
     file, function = located(name)
     return f"{file}:{function}"
@@ -68,7 +68,7 @@ def load_file(file: Path, name: str) -> ModuleType:
 
 
 @cache
-def own_function(name: str) -> Callable[..., Any]:
+def user_function(name: str) -> Callable[..., Any]:
     """Load the function that `FILE.py:FUNCTION` names, once per process."""
     path, _, function_name = absolute(name).rpartition(":")
     file = Path(path)
@@ -86,8 +86,8 @@ def own_function(name: str) -> Callable[..., Any]:
 
 def load_component(path: str) -> type:
     """Load the class that `FILE.py:CLASS` or `package.module:CLASS` names. Raises `UserError` if there is none."""
-    if is_own(path):
-        loaded: Any = own_function(path)
+    if is_user_function(path):
+        loaded: Any = user_function(path)
     else:
         module_name, _, class_name = path.rpartition(":")
         try:

@@ -43,9 +43,3 @@ def without_url_secrets(text: str) -> str:
     """Return a text without users, passwords and query strings of the addresses in it: tokens may be in any of them."""
     text = re.sub(r"(\w+://)[^/?#@\s]+@", r"\1***@", text)
     return re.sub(r"(\w+://[^?#\s]*\?)[^#\s]+", r"\1***", text)
-
-
-def with_table(document: str, table: str, begin: str, end: str) -> str:
-    """Return a document with the table between two marks replaced."""
-    before, _, rest = document.partition(begin)
-    return f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"

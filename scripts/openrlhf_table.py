@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+
+from doc_tables import update
 
 from hotseat.cli.options_view import options
 from hotseat.config.unsupported import UNSUPPORTED
 from hotseat.openrlhf.flag import Flag
 from hotseat.openrlhf.flags import COMMANDS, TASKS
 from hotseat.openrlhf.help import MEANINGS
-from hotseat.words import with_table
 
 BEGIN, END = "<!-- table of flags: begin -->", "<!-- table of flags: end -->"
 HEADER = "| flag | newer spelling | for | config field | what it does |\n| --- | --- | --- | --- | --- |"
@@ -53,8 +53,7 @@ def _effect(flag: Flag, meanings: Mapping[str, str]) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    path = Path(argv[0])
-    path.write_text(with_table(path.read_text(), render_table(), BEGIN, END))
+    update(argv[0], render_table(), BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
+
+from doc_tables import update
 
 from hotseat.cli.options_view import options
 from hotseat.trl.peft_config import NAMES, WITHOUT_EFFECT
 from hotseat.trl.trl_fields import CONFIGS, DPO, GRPO, REWARD, SFT, SHARED, TrlField
-from hotseat.words import with_table
 
 BEGIN, END = "<!-- tables of fields: begin -->", "<!-- tables of fields: end -->"
 HEADER = (
@@ -77,8 +77,7 @@ def _shown(value: Any) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    path = Path(argv[0])
-    path.write_text(with_table(path.read_text(), render_tables(), BEGIN, END))
+    update(argv[0], render_tables(), BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+
+from doc_tables import update
 
 from hotseat.verl.verl_keys import KEYS, Effect
-from hotseat.words import with_table
 
 BEGIN, END = "<!-- counts of keys: begin -->", "<!-- counts of keys: end -->"
 MEANINGS: dict[Effect, str] = {
@@ -29,8 +29,7 @@ def render_table() -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    path = Path(argv[0])
-    path.write_text(with_table(path.read_text(), render_table(), BEGIN, END))
+    update(argv[0], render_table(), BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,6 @@ ENTRIES = {
     "__init__.py",  # the public name `from_trl`
     *(f"cli/{name}.py" for name in ("train_ppo_ray", "train_sft", "train_rm", "train_dpo")),
     *(f"cli/{name}.py" for name in ("batch_inference", "lora_combiner", "serve_rm", "main_ppo")),
-    "cli/main.py",
 }
 
 # Outside system -> folders, or files, that may import it.
@@ -146,7 +145,7 @@ ROWS_OF = {
     "rlinf": (
         ("@shim",),
         ("__init__",),
-        ("actor", "config_command", "config_table", "embodied"),
+        ("actor", "config_command", "embodied"),
         ("rlinf_worker",),
         ("channel",),
         ("worker_group",),

@@ -26,7 +26,7 @@ from hotseat.loop.workers.experience import flatten, with_advantages
 from hotseat.loop.workers.losses import ADVANTAGES
 from hotseat.observe import read_lines
 from hotseat.planning.config_plan import make_plan
-from hotseat.user_functions import absolute, own_function
+from hotseat.user_functions import absolute, user_function
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
 
@@ -115,9 +115,9 @@ def test_missing_files_and_functions_are_refused_without_loading_anything(write)
     assert found["algorithm.policy_loss"] == f"{file} has no function two; its functions are: one (line 1)"
     assert found["algorithm.estimator"].startswith(f"there is no file {file.parent}/gone.py")
     with pytest.raises(UserError, match="has no function two"):
-        own_function(f"{file}:two")
+        user_function(f"{file}:two")
     with pytest.raises(UserError, match="cannot be loaded: SyntaxError: .* at line 1"):
-        own_function(f"{write('def (')}:f")
+        user_function(f"{write('def (')}:f")
 
 
 def test_a_name_that_is_neither_built_in_nor_a_function_is_refused():
@@ -132,16 +132,16 @@ def test_the_functions_of_the_docs_pass_the_trial_and_compute_what_they_say(writ
     trial(file, policy_loss="my_loss", estimator="my_estimator")
     trial(file, estimator="optimal_baseline")
     # Lengths 1 and 3: the mean of 1 and 3, weighted, is 2.5. The other group has one episode.
-    optimal = own_function(f"{file}:optimal_baseline")
+    optimal = user_function(f"{file}:optimal_baseline")
     rewards, groups, lengths = torch.tensor([1.0, 3.0, 2.0]), torch.tensor([0, 0, 1]), torch.tensor([1, 3, 2])
     assert optimal(rewards, groups, lengths=lengths).tolist() == [-1.5, 0.5, 0]
     check_user_functions(loads(f"data: {{sampler: '{file}:my_sampler'}}"))
-    advantages = own_function(f"{file}:my_estimator")(torch.tensor([1.0, 3.0, 2.0]), torch.tensor([0, 0, 1]))
+    advantages = user_function(f"{file}:my_estimator")(torch.tensor([1.0, 3.0, 2.0]), torch.tensor([0, 0, 1]))
     assert advantages.tolist() == [-2, 0, 0]
     batch = flatten([make_group(0, [1.0, 0.0])])
     log_probs, old = torch.linspace(-2, -1, batch.num_tokens), torch.linspace(-1, -2, batch.num_tokens)
     given = log_probs, old, torch.ones(batch.num_tokens)
-    mine = call_policy_loss(own_function(f"{file}:my_loss"), *given, batch.layout, eps_low=1.0, eps_high=0.2)
+    mine = call_policy_loss(user_function(f"{file}:my_loss"), *given, batch.layout, eps_low=1.0, eps_high=0.2)
     # It is CISPO without a lower bound.
     built_in = cispo_loss(*given, batch.mask, eps_low=1.0, eps_high=0.2)
     assert torch.allclose(mine.loss, built_in.loss)
@@ -190,7 +190,7 @@ def test_estimators_get_lengths_and_log_probs_if_they_ask_for_them(write):
     ):
         trial(file, estimator=name)
         found = compute_advantages(
-            own_function(f"{file}:{name}"),
+            user_function(f"{file}:{name}"),
             batch.layout,
             torch.tensor([1.0, 2.0, 3.0, torch.nan]),
             groups=torch.tensor([0, 0, 1, 1]),
@@ -199,7 +199,7 @@ def test_estimators_get_lengths_and_log_probs_if_they_ask_for_them(write):
         assert found.tolist() == expected
     with pytest.raises(UserError, match="takes log_probs, and there are none"):
         compute_advantages(
-            own_function(f"{file}:by_surprise"), batch.layout, torch.ones(4), groups=torch.tensor([0, 0, 1, 1])
+            user_function(f"{file}:by_surprise"), batch.layout, torch.ones(4), groups=torch.tensor([0, 0, 1, 1])
         )
 
 

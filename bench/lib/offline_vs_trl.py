@@ -48,6 +48,38 @@ class Comparison:
     target: float
 
 
+def make_trl_trainer(
+    trainer: type, config: type, model: Path, output: Path, rows: int, rows_per_step: int, dtype: str, **options: Any
+) -> Any:
+    """Make one of TRL's trainers. rows: per micro-batch. dtype: of the weights. options: further ones of its config."""
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+
+    return trainer(
+        model=str(model),
+        args=config(
+            output_dir=str(output),
+            learning_rate=1e-6,
+            lr_scheduler_type="constant",
+            num_train_epochs=1,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=rows_per_step // rows,
+            max_length=512,
+            bf16=has_gpu(),
+            use_cpu=not has_gpu(),
+            model_init_kwargs={"dtype": dtype},
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            logging_steps=1000,
+            **options,
+        ),
+        train_dataset=load_dataset("json", data_files=str(model / "rows.jsonl"), split="train"),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+
+
 def write_model(task: Comparison, directory: Path, model: str, num_steps: int) -> None:
     """Write weights, a tokenizer with one token per word, and rows for `num_steps` steps."""
     path, vocab_size = directory / model, VOCAB_SIZES[model]

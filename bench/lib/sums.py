@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from hotseat.demo import answer, make_tokenizer, question
+from lib.shapes import dimensions
 
 
 def make_sums(directory: Path, num_prompts: int, max_length: int, reward: str) -> None:
@@ -15,11 +16,7 @@ def make_sums(directory: Path, num_prompts: int, max_length: int, reward: str) -
     make_tokenizer().save_pretrained(directory / "model")
     config = LlamaConfig(
         vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
+        **dimensions(16, 16, 1, 1, 1),
         max_position_embeddings=max_length,
         bos_token_id=None,
         eos_token_id=1,

@@ -24,7 +24,7 @@ class PlayAgain(Exception):
 
 
 class OutOfTimeError(AgentError):
-    """The episode's time is over while the policy was being asked: what it has sampled so far is the episode."""
+    """The episode ran out of time during a request to the policy: it consists of the tokens sampled so far."""
 
 
 def episode_seed(key: SampleKey, run_seed: int) -> int:

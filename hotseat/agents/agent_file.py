@@ -216,11 +216,11 @@ class AgentFile:
         return bool(getattr(self.module, "SHARED_GLOBALS", False))
 
     def loader_for_episodes(self) -> Callable[[], types.ModuleType]:
-        """Return what gives an episode its module: one of its own, unless the file says `SHARED_GLOBALS = True`."""
+        """Return a function that gives an episode its module: a new one, unless the file has SHARED_GLOBALS = True."""
         return (lambda: self.module) if self._has_shared_globals else self.load
 
     def slowness(self) -> str | None:
-        """Return a note if each episode has to wait for the file, which is run again: what it imports is there then."""
+        """Return a note if running the file again for each episode is slow, though its imports are loaded by then."""
         if self._has_shared_globals or self._first_s <= _SLOW_S:
             return None
         started_s = time.perf_counter()

@@ -64,7 +64,7 @@ def segments_of(answers: Sequence[Answer]) -> tuple[tuple[Segment, ...], list[An
 
 
 def _paths(answers: Sequence[Answer]) -> list[tuple[list[int], list[int]]]:
-    """Return, for each segment, the answers from its root to its end, and those of them that it learns."""
+    """Return the path of each segment: its answers from root to end, and those of them that are learned in it."""
     parents = _parents(answers)
     is_inner = {parent for parent in parents if parent is not None}
     paths: list[tuple[list[int], list[int]]] = []

@@ -163,9 +163,9 @@ class EngineCalls:
                 answer.cancel()
 
     async def _cut(self, job: EpisodeJob, name: str, answer: asyncio.Future[Completion]) -> Completion:
-        """End a request, and return what the engine has sampled of it as if it had reached its limit of tokens.
+        """End a request, and return the tokens sampled so far as if it had reached its limit of tokens.
 
-        Without a token of it, the episode has no such turn: at the end of its time it consists of the earlier ones.
+        Raises if there are none: an episode that is out of time then consists of its earlier turns.
         """
         if self.requests.abort is not None:
             self.requests.abort([name])

@@ -124,7 +124,7 @@ class EpisodeJob:
         return not self.in_flight and not self.is_given_up
 
     def begin_again(self) -> None:
-        """Forget what was sampled, to play the episode from its beginning."""
+        """Forget the sampled tokens, to play the episode from its beginning."""
         self.turns.clear()
         self.completions.clear()
         self.is_given_up = False

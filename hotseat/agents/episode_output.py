@@ -87,7 +87,7 @@ class EpisodeOutput:
 
 
 class _EpisodeStream(io.TextIOBase):
-    """A standard stream that sends what is written in an episode to its log, and all else where it went before.
+    """A standard stream that sends the text of an episode to its log, and all other text where it went before.
 
     has_echo: it goes there too, up to a bound.
     """

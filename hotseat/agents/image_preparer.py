@@ -60,7 +60,7 @@ class ImagePreparer:
         return expanded, [begins[at] for at, token_id in enumerate(token_ids) if token_id == self.image_token_id]
 
     def collapse(self, token_ids: Sequence[int], images: Sequence[PreparedImage]) -> list[int]:
-        """Replace the tokens that stand for each image by one token. Where there is one already, it stays."""
+        """Replace the tokens of each image by one placeholder. An image that has just one already keeps it."""
         collapsed: list[int] = []
         at = 0
         for image in images:

@@ -35,7 +35,7 @@ _PASSED_ON = (
 
 
 def environment(folder: Path, passed_on: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a program: no secrets of ours, the folder as its home, and what is its own."""
+    """Return the environment of a program: without secrets, with the folder as its home, and its own variables."""
     ours = {name: os.environ[name] for name in (*_PASSED_ON, *passed_on) if name in os.environ}
     return {**ours, "HOME": str(folder), "TMPDIR": str(folder), **own}
 
@@ -50,11 +50,11 @@ class Preload:
 
 
 class ProgramHost:
-    """The programs of one process: each in a folder of its own, ended with what it started.
+    """Runs the programs of this process, each in a folder of its own, and ends them with all that they started.
 
-    A supervisor does the same for all of them if this process is killed. containers: the command whose
-    containers are removed if they carry the episode's labels, such as podman; None: none. preload: of programs that are
-    forked from an interpreter that stays, where that is possible.
+    A supervisor ends them if this process is killed. containers: the command, such as podman, by which containers
+    with an episode's labels are removed; None: none are. preload: command and modules of programs that are forked from
+    an interpreter with these modules, where that is possible.
     """
 
     def __init__(

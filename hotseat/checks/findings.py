@@ -34,7 +34,7 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """Look at this machine, from what is quick to find to what has to be imported."""
+    """Look at this machine: first for what is quick to find, last for what has to be imported."""
     for check in CHECKS:
         yield from check()
 

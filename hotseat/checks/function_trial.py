@@ -29,7 +29,7 @@ from hotseat.algorithms.policy_loss import call_policy_loss
 from hotseat.data.order import checked_choice
 from hotseat.errors import UserError
 from hotseat.types import TokenLayout
-from hotseat.user_functions import absolute, described, load_component, own_function
+from hotseat.user_functions import absolute, described, load_component, user_function
 
 _TOLERANCE = 1e-4  # between a whole toy batch and its parts
 _MOVES = ("offload", "onload")
@@ -41,7 +41,7 @@ def _trial(find_problem: Callable[..., str | None]) -> Callable[..., str | None]
     @functools.wraps(find_problem)
     def of_name(name: str, *arguments: Any, **options: Any) -> str | None:
         try:
-            return find_problem(own_function(name), *arguments, **options)
+            return find_problem(user_function(name), *arguments, **options)
         except UserError as error:
             return str(error)
         except Exception as error:

@@ -17,7 +17,7 @@ from hotseat.machine import available_bytes, has_gpu
 from hotseat.placement.memory_terms import GIB
 from hotseat.planning.config_plan import host_needs, is_offloaded
 from hotseat.registry.roles import role_entry
-from hotseat.user_functions import is_own
+from hotseat.user_functions import is_user_function
 
 
 def is_cluster_there(config: Config) -> bool:
@@ -161,10 +161,10 @@ def _tried(config: Config) -> Iterator[tuple[str, str, str | None]]:
     from hotseat.checks.function_trial import estimator_problem, policy_loss_problem, sampler_problem
 
     algorithm = config.algorithm
-    if is_own(algorithm.policy_loss):
+    if is_user_function(algorithm.policy_loss):
         problem = policy_loss_problem(algorithm.policy_loss, eps_low=algorithm.clip_low, eps_high=algorithm.clip_high)
         yield "algorithm.policy_loss", algorithm.policy_loss, problem
-    if is_own(algorithm.estimator):
+    if is_user_function(algorithm.estimator):
         problem = estimator_problem(algorithm.estimator, config.rollout.samples_per_prompt, reward_parts(config))
         yield "algorithm.estimator", algorithm.estimator, problem
     if config.data.sampler is not None:

@@ -57,9 +57,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of a command. Overrides may stand anywhere, also after options."""
     parser = make_parser(argv[0] if argv else "")
     arguments, rest = parser.parse_known_args(argv)
-    strangers = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
-    if strangers:
-        parser.error(f"unrecognized arguments: {' '.join(strangers)}")
+    unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def make_parser(command: str = "") -> argparse.ArgumentParser:
     """Make the parser of all commands.
 
-    command: name of the command that the user typed; only its help text is made if that needs the config tree.
+    command: name of the command that the user typed; help texts that need the config tree are made for it alone.
     """
     parser = argparse.ArgumentParser(
         prog="hotseat",
@@ -81,6 +81,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     _add_runs(commands, command)
+    _add_records(commands)
     _add_offline(commands)
     _add_planning(commands)
     check_command.add_arguments(
@@ -93,12 +94,13 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     options.add_argument("section", nargs="?", default="", help="only keys below this one, such as rollout")
     options.add_argument("--json", action="store_true", help="print a JSON list instead, an object for each key")
 
-    text = "print the directory that runs `python -m openrlhf.cli...` on Hotseat"
-    _command(commands, "openrlhf-path", _openrlhf_path, text)
-    text = "print the directory that runs `python -m verl.trainer.main_ppo` on Hotseat"
-    _command(commands, "verl-path", _verl_path, text)
-    text = "print the directory that runs RLinf's script for embodied tasks on Hotseat"
-    _command(commands, "rlinf-path", _rlinf_path, text)
+    for framework, runs in (
+        ("openrlhf", "`python -m openrlhf.cli...`"),
+        ("verl", "`python -m verl.trainer.main_ppo`"),
+        ("rlinf", "RLinf's script for embodied tasks"),
+    ):
+        text = f"print the directory that runs {runs} on Hotseat"
+        _command(commands, f"{framework}-path", functools.partial(_shim_path, framework), text)
 
     rlinf = _command(
         commands,
@@ -118,7 +120,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
 
 
 def _add_runs(commands: _Commands, command: str) -> None:
-    """Add the commands that train, or read what a run wrote. command: the one in use."""
+    """Add the commands that train. command: the one in use."""
     new.add_arguments(
         _command(commands, "new", new.run_new, "write the files of a first run: config, data, reward, model")
     )
@@ -149,16 +151,19 @@ def _add_runs(commands: _Commands, command: str) -> None:
     if command == "resume":
         resume.epilog = f"{resume.epilog}\n{_what_may_change()}\n\n{help_texts.RUN_EXIT_CODES}"
 
-    text = "show how a run is: its step and phase, whether it makes progress, or how it ended"
-    status = _command(commands, "status", "cli.status_view:run_status", text)
-    status.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
-    status.add_argument("--json", action="store_true", help="print a JSON object instead")
-
     replay = _command(
         commands, "replay", "cli.replay:run_replay", "train a recorded run again from its kept groups, without engines"
     )
     replay.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run that had log.keep_rollouts=true")
     offline_arguments.add_overrides(replay, "settings that are to differ from the run's")
+
+
+def _add_records(commands: _Commands) -> None:
+    """Add the commands that show or publish what a run wrote."""
+    text = "show how a run is: its step and phase, whether it makes progress, or how it ended"
+    status = _command(commands, "status", "cli.status_view:run_status", text)
+    status.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
+    status.add_argument("--json", action="store_true", help="print a JSON object instead")
 
     ledger = _command(
         commands,
@@ -173,11 +178,11 @@ def _add_runs(commands: _Commands, command: str) -> None:
     push = _command(commands, "push", "cli.push:run_push", text)
     push.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
     push.add_argument("--repo", metavar="REPO", help="NAME or USER/NAME (default: the run's checkpoint.push_to_hub)")
-    seen = push.add_mutually_exclusive_group()
-    seen.add_argument(
+    visibility = push.add_mutually_exclusive_group()
+    visibility.add_argument(
         "--private", action="store_true", default=None, help="make a new repository private (the default)"
     )
-    seen.add_argument("--public", dest="private", action="store_false", help="make a new repository public")
+    visibility.add_argument("--public", dest="private", action="store_false", help="make a new repository public")
 
     report = _command(commands, "report", _report, "write one page that shows all of a run, or of several side by side")
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="directory of a run; several are compared")
@@ -440,24 +445,8 @@ def _options(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _openrlhf_path(arguments: argparse.Namespace) -> int:
-    from hotseat.openrlhf.shim import DIRECTORY
-
-    print(DIRECTORY)
-    return OK
-
-
-def _verl_path(arguments: argparse.Namespace) -> int:
-    from hotseat.verl.shim import DIRECTORY
-
-    print(DIRECTORY)
-    return OK
-
-
-def _rlinf_path(arguments: argparse.Namespace) -> int:
-    from hotseat.rlinf.shim import DIRECTORY
-
-    print(DIRECTORY)
+def _shim_path(framework: str, arguments: argparse.Namespace) -> int:
+    print(pkgutil.resolve_name(f"hotseat.{framework}.shim:DIRECTORY"))
     return OK
 
 

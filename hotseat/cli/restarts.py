@@ -20,7 +20,7 @@ from hotseat.processes.supervisor import clean_up
 
 # Exit code of a command whose run died and would continue if it were started again: EX_TEMPFAIL of sysexits.h.
 DIED = 75
-# Seconds before each restart without a checkpoint more: what failed at once, such as a node, may need time to return.
+# Pauses before the first, second and later restarts in a row without a new checkpoint: a lost node may come back.
 PAUSES_S = (0.0, 10.0, 30.0)
 COMMANDS = ("run", "resume")
 
@@ -39,11 +39,12 @@ def is_kept(argv: Sequence[str]) -> bool:
 
 
 def keep(argv: Sequence[str]) -> list[str]:
-    """Start the driver of a command, again and again if need be. Returns in each driver, with its arguments.
+    """Fork the driver of a command, and again after each death.
 
-    In the process of the command it ends by SystemExit.
+    Returns in the forked drivers alone, with the arguments of each. In the process that the user started it never
+    returns: it raises `SystemExit` once no further driver is to be started.
     """
-    keeper, book, arguments = DriverKeeper(), Book(), list(argv)
+    keeper, book, arguments = DriverKeeper(), RestartBook(), list(argv)
     while True:
         end = keeper.run(tuple(book.restarts))
         if end is None:
@@ -96,21 +97,21 @@ def exit_code(end: DriverEnd) -> int:
 
 
 @dataclass
-class Book:
-    """Facts about the run, and its restarts. saved: the newest step that has a checkpoint; -1 if there is none."""
+class RestartBook:
+    """Facts that drivers told of their run, and the restarts so far."""
 
     run_dir: str | None = None
-    most: int = 0
-    allowed: Sequence[str] = ()
-    remains: Any = None
-    saved: int = -1
+    max_restarts: int = 0
+    allowed: Sequence[str] = ()  # keys of `--allow-change`
+    remains: Any = None  # what a dead driver left behind; see `supervisor.clean_up`
+    saved: int = -1  # the newest step that has a checkpoint; -1: there is none
     restarts: list[Restart] = field(default_factory=list)
     _num_in_vain: int = 0  # restarts since the last new checkpoint
 
     def note(self, facts: Mapping[str, Any]) -> None:
-        """Take over the facts that a driver told."""
+        """Update these facts by those that a driver told."""
         self.run_dir = facts.get("run", self.run_dir)
-        self.most = facts.get("max_restarts", self.most)
+        self.max_restarts = facts.get("max_restarts", self.max_restarts)
         self.allowed = facts.get("allowed", self.allowed)
         self.remains = facts.get("remains")
         saved = facts.get("saved", -1)
@@ -127,27 +128,30 @@ class Book:
             again = (
                 "it has no checkpoint to resume from: start it again with the same command and checkpoint.resume=true"
             )
-        if self.most == 0:
+        if self.max_restarts == 0:
             return f"run.max_restarts is 0, so it is not started again; {again}"
-        if self._num_in_vain >= self.most:
-            times = "once" if self.most == 1 else f"{self.most} times"
+        if self._num_in_vain >= self.max_restarts:
+            times = "once" if self.max_restarts == 1 else f"{self.max_restarts} times"
             return f"it was started again {times} without a new checkpoint (run.max_restarts), and is given up; {again}"
         return None
 
     def count(self, cause: str) -> str:
-        """Count one more restart, and return the line that tells of it."""
+        """Count one more restart, and return the line that announces it."""
         self._num_in_vain += 1
         where = f"resumes after step {self.saved}" if self.saved >= 0 else "begins at its first step"
-        text = f"{cause}; started again, {where} (restart {self._num_in_vain} of {self.most} without a new checkpoint)"
+        number = f"restart {self._num_in_vain} of {self.max_restarts} without a new checkpoint"
+        text = f"{cause}; started again, {where} ({number})"
         self.restarts.append(Restart(time.time(), text))
         return text
 
     @property
     def pause_s(self) -> float:
+        """Return how long to wait before the next restart."""
         return PAUSES_S[min(self._num_in_vain, len(PAUSES_S)) - 1]
 
     @property
     def arguments(self) -> list[str]:
+        """Return the arguments of the next driver."""
         assert self.run_dir is not None
         return ["resume", self.run_dir, *(word for key in self.allowed for word in ("--allow-change", key))]
 

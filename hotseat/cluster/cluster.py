@@ -240,7 +240,7 @@ class Cluster:
         return self._runtime.home
 
     def facts(self, nodes: Sequence[int], paths: Sequence[str]) -> dict[int, NodeFacts]:
-        """Return what processes on these nodes find there, under paths as they are written here; see `NodeFacts`."""
+        """Return facts about nodes, and about these paths there; see `NodeFacts`."""
         return self._runtime.facts(nodes, own_folder(), paths)
 
     def device_memory(self, device: int) -> DeviceMemory | None:

@@ -19,7 +19,7 @@ from typing import Any
 from hotseat.cluster.activity import DIRECTORY, Operation, activity
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.sighting import STACK_TIMEOUT_S, stack_of
-from hotseat.errors import DeadlineError, WorkerError
+from hotseat.errors import DeadlineError, WorkerError, causes
 
 _COLLECTIVE = ("torch/distributed", "/ranks.py")  # in the stack of a rank that waits for the others
 
@@ -78,7 +78,7 @@ def examine(groups: Iterable[WorkerGroup[Any]], error: BaseException | None = No
 
 def is_hang(error: BaseException) -> bool:
     """Tell whether an error is a wait that timed out, here, in a worker, or in a collective there."""
-    return any(isinstance(each, DeadlineError) or _is_late_collective(each) for each in _chain(error))
+    return any(isinstance(each, DeadlineError) or _is_late_collective(each) for each in causes(error))
 
 
 def _is_late_collective(error: BaseException) -> bool:
@@ -88,14 +88,8 @@ def _is_late_collective(error: BaseException) -> bool:
 
 def awaited_in(error: BaseException | None) -> list[str]:
     """Return the processes that were waited for in vain, by the innermost error that names some."""
-    named = [each.awaited for each in _chain(error) if isinstance(each, DeadlineError) and each.awaited]
+    named = [each.awaited for each in causes(error) if isinstance(each, DeadlineError) and each.awaited]
     return list(named[-1]) if named else []
-
-
-def _chain(error: BaseException | None) -> Iterable[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -35,7 +35,7 @@ from hotseat.cluster.lease import Holder
 from hotseat.cluster.refs import Ref
 from hotseat.cluster.sighting import Sighting, look_at
 from hotseat.cluster.worker_process import Failure
-from hotseat.errors import DeadlineError, RunError, WorkerError
+from hotseat.errors import DeadlineError, RunError, WorkerError, causes
 
 Arguments = Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]  # positional and keyword arguments, by rank
 CallObserver = Callable[[str, int, str, float, float], object]  # group, rank, method, start and end (`time.time`)
@@ -187,7 +187,10 @@ class WorkerGroup(Calling[W_co]):
         raise NotImplementedError(f"{self.name}: has no processes of its own to ping")
 
     def end(self, rank: int, reason: str, *, pid: int | None = None) -> None:
-        """End a rank's process, if it is `pid`, and what it started; calls that wait for it fail with the reason."""
+        """End a rank's process and all that it started; calls that wait for it fail with the reason.
+
+        pid: end it only if it is this process, and no replacement.
+        """
         raise NotImplementedError(f"{self.name}: has no processes of its own to end")
 
     @abstractmethod
@@ -202,7 +205,7 @@ class WorkerGroup(Calling[W_co]):
         return [holder.pid for holder in self.holders()]
 
     def look(self, rank: int, *, with_stack: bool) -> Sighting:
-        """Return what a rank's process is doing, as the node sees it on which it runs."""
+        """Return what a rank's process is doing, as seen on its node."""
         pid = self.known_pids()[rank]
         return look_at(pid, f"{self.name}-{rank}", os.environ.get(DIRECTORY, ""), with_stack=with_stack)
 
@@ -393,11 +396,7 @@ def under_way_at_restart(group: str, rank: int, method: str) -> WorkerError:
 
 def reports_death(error: BaseException | None) -> bool:
     """Tell whether an error, raised here or in a worker, reports the death of a process."""
-    while error is not None:
-        if isinstance(error, RunError) and error.is_death:
-            return True
-        error = error.__cause__
-    return False
+    return any(isinstance(each, RunError) and each.is_death for each in causes(error))
 
 
 def raise_failure(group: str, rank: int, method: str, failure: Failure) -> None:

@@ -88,7 +88,7 @@ class NodeService(Protocol[Address_co]):
 
 
 class Runtime(Protocol):
-    """Nodes and processes. A `Cluster` checks what it is asked for, then asks its runtime for it."""
+    """Nodes and processes. A `Cluster` checks its arguments, then calls its runtime."""
 
     @property
     def nodes(self) -> tuple[ClusterNode, ...]: ...

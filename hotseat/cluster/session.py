@@ -65,7 +65,7 @@ class Session:
 
 
 def activity_folder(directory: str) -> str:
-    """Return the folder, in the session's directory on a node, in which processes there say what they do."""
+    """Return the folder of a session's directory in which the processes of a node write what they are doing."""
     return os.path.join(directory, "activity")
 
 
@@ -79,7 +79,7 @@ def _make_directory() -> str:
 
 
 def python_path() -> str:
-    """List what this process can import beyond what is installed, so that its workers can import it too."""
+    """List the import paths of this process beyond installed packages, for its workers."""
     installed = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
     paths = (path or os.getcwd() for path in sys.path)
     own = [path for path in paths if os.path.isdir(path) and not os.path.realpath(path).startswith(tuple(installed))]

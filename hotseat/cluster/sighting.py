@@ -19,12 +19,12 @@ STACK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Sighting:
-    """A process as its own node sees it. hostname: of that node, if it is not this one."""
+    """Observation of a process on its node."""
 
     pid: int | None
     doing: tuple[Operation, ...] = ()
     stack: str = ""
-    hostname: str = ""
+    hostname: str = ""  # of its node, if that is another one than this
 
 
 def look_at(pid: int | None, name: str, directory: str, *, with_stack: bool) -> Sighting:

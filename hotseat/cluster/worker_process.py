@@ -179,7 +179,7 @@ class AsyncObjectHost(ObjectHost):
 
 
 def apart(result: Any, method: str, count: int) -> tuple[Any, ...]:
-    """Return failure and values of a call, of which there are `count`; 0: its result is one value."""
+    """Return the failure of a call, or None, and then its `count` values; 0: the result is one value."""
     if isinstance(result, Failure):
         return (result, *[None] * max(1, count))
     if count == 0:

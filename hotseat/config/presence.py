@@ -122,20 +122,20 @@ def has_reward_model(config: Config) -> bool:
 
 
 def reward_files(config: Config) -> list[tuple[str, str]]:
-    """Return (key, path) of the functions that score what is learned from."""
+    """Return (key, path) of the functions that score training samples."""
     reward = config.reward
     one = [] if reward.function is None else [("reward.function", reward.function)]
     return one + [(f"reward.functions[{at}]", each.function) for at, each in enumerate(reward.functions)]
 
 
 def name_of_function(function: RewardFunctionConfig) -> str:
-    """Return the name of one of several reward functions: its own, or that of the function, or else of its file."""
+    """Return the name of one of several reward functions: as configured, else the function's, else its file's."""
     path, _, name = function.function.rpartition(":")
     return function.name or (name if path else Path(function.function).stem)
 
 
 def has_reward_file(config: Config) -> bool:
-    """Return whether a Python file scores answers, be it only those of evaluations."""
+    """Return whether a Python file scores answers, at least those of evaluations."""
     return bool(reward_files(config)) or config.eval.reward is not None
 
 

@@ -70,14 +70,16 @@ def make_pairs(
     for row, better, worse in zip(rows, *both, strict=True):
         if is_preference and template is None and prompt_key is None:
             better, worse = _without_common(better, worse)
-        is_pair = bool(better.mask.any() and worse.mask.any()) and not torch.equal(better.token_ids, worse.token_ids)
+        has_answers = bool(better.mask.any() and worse.mask.any())
+        are_same = torch.equal(better.token_ids, worse.token_ids)
         longer, key = (better, chosen_key) if better.num_tokens >= worse.num_tokens else (worse, rejected_key)
         report.longest = max(report.longest, longer.num_tokens)
         if better.is_truncated or worse.is_truncated:
-            report.add(partial(lost_row, row, partial(form.draft, key=key), longer), is_dropped=not is_pair)
-        if not better.mask.any() or not worse.mask.any():
+            lost = partial(lost_row, row, partial(form.draft, key=key), longer)
+            report.add(lost, is_dropped=not has_answers or are_same)
+        if not has_answers:
             report.num_no_answer += 1
-        elif torch.equal(better.token_ids, worse.token_ids):
+        elif are_same:
             report.num_identical += 1
         else:
             chosen, rejected = (Example(each.token_ids, each.mask, row.where, each.images) for each in (better, worse))

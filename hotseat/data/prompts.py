@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,60 +40,41 @@ def make_prompts(
     """Make prompts in the order of the rows; `index` counts those that are kept.
 
     With `apply_chat_template` the input is a list of messages, or a string that becomes the user's message, and
-    `input_template` is not used; otherwise the input is a string that replaces the `{}` in `input_template`. A label
-    is the row's value as it is, or "" without `label_key`. No special tokens are added to those in the text. limit: the
-    option that sets `prompt_max_length`, and how to raise it, for the message if no prompt is short enough. image_key:
-    the rows went through `images.prepare_rows`, which left their images there. columns: to keep of every row, of those
-    that `columns_of` returns; a row has None where it lacks one, as in `datasets`. None: none are kept. answer_key: of
-    given answers, which are tokenised by themselves and end with the end token; a row may have none. teacher_key: of
-    inputs that a teacher reads instead, rendered as the others; a row may have none.
+    `input_template` is not used; otherwise the input is a string that replaces the `{}` in `input_template`. No special
+    tokens are added to those in the text. The other keys name columns of rows:
+
+    - label_key: labels, kept as they are; None: labels are ""
+    - answer_key: answers that the data gives, tokenised by themselves, with an end token; a row may have none
+    - teacher_key: inputs that a teacher reads instead, rendered like the others; a row may have none
+    - image_key: images, which `images.prepare_rows` has left there
+    - columns: kept for functions, None where a row lacks one, as in `datasets`; None: no column is kept
+
+    limit: the option that sets `prompt_max_length`, and how to raise it, for the error if every prompt is too long.
     """
     template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs) if apply_chat_template else None
     check_input_template(input_template)
-
-    def draft_of(row: Row) -> tuple[str, Any, Any, str, str]:
-        text = _text(row.values, input_key, template, input_template)
-        kept = None if columns is None else _kept(row.values, columns, input_key)
-        has_answer = answer_key is not None and row.values.get(answer_key) is not None
-        answer = text_of(row.values, answer_key) if answer_key is not None and has_answer else ""
-        has_other = teacher_key is not None and row.values.get(teacher_key) is not None
-        other = _text(row.values, str(teacher_key), template, input_template) if has_other else ""
-        return text, _label(row.values, label_key), kept, answer, other
-
-    def encoded_of(texts: Sequence[str]) -> list[list[int]]:
-        return [ids for at in range(0, len(texts), CHUNK) for ids, _ in encode(tokenizer, [*texts[at : at + CHUNK]])]
-
-    drafts = from_rows(rows, draft_of)
-    texts, labels, kept, answers, others = zip(*drafts, strict=True) if rows else ((), (), (), (), ())
-    encoded = encoded_of(texts)
-    encoded_answers = encoded_of(answers) if any(answers) else [[] for _ in answers]
-    encoded_answers = [[*ids, tokenizer.eos_token_id] if ids else [] for ids in encoded_answers]
-    of_teacher = encoded_of(others) if any(others) else [[] for _ in others]
+    form = _Form(input_key, label_key, answer_key, teacher_key, columns, template, input_template)
+    drafts = from_rows(rows, form.draft)
+    encoded = _encoded(tokenizer, [draft.text for draft in drafts])
+    answers = _encoded(tokenizer, [draft.answer for draft in drafts])
+    teacher_prompts = _encoded(tokenizer, [draft.teacher_text for draft in drafts])
     prompts: list[Prompt] = []
     report = RowReport(len(rows))
 
-    def add(
-        row: Row,
-        text: str,
-        label: Any,
-        values: dict[str, Any] | None,
-        ids: list[int],
-        answer: list[int],
-        other: list[int],
-    ) -> None:
+    def add(row: Row, draft: _Draft, ids: list[int], answer: list[int], teacher_ids: list[int]) -> None:
         images: RowImages | None = None if image_key is None else row.values[image_key]
-        ids = _with_images(ids, images, text, input_key)
+        ids = _with_images(ids, images, draft.text, input_key)
         report.longest = max(report.longest, len(ids))
         if prompt_max_length is not None and len(ids) > prompt_max_length:
-            report.add(partial(LostRow, row.where, row.values, text, len(ids)), is_dropped=True)
+            report.add(partial(LostRow, row.where, row.values, draft.text, len(ids)), is_dropped=True)
             return
-        source = next((row.values[key] for key in _SOURCE_KEYS if row.values.get(key) is not None), None)
+        source = str(next((row.values[key] for key in _SOURCE_KEYS if row.values.get(key) is not None), ""))
         paths = () if images is None else images.paths
-        source = "" if source is None else str(source)
-        known = (text, tuple(ids), label, source, paths, values, tuple(answer), tuple(other))
+        ended = (*answer, tokenizer.eos_token_id) if answer else ()
+        known = (draft.text, tuple(ids), draft.label, source, paths, draft.columns, ended, tuple(teacher_ids))
         prompts.append(Prompt(len(prompts), *known))
 
-    from_rows(rows, add, texts, labels, kept, encoded, encoded_answers, of_teacher)
+    from_rows(rows, add, drafts, encoded, answers, teacher_prompts)
     if not prompts:
         source, fix = limit
         because = f", the limit by {source}" if source else ""
@@ -102,10 +84,53 @@ def make_prompts(
     return prompts, report
 
 
-def _text(values: Mapping[str, Any], key: str, template: ChatTemplate | None, input_template: str | None) -> str:
-    if template is None:
-        return fill_in(input_template, text_of(values, key))
-    return template.render(messages_of(values, key, "user"), key, for_generation=True)
+@dataclass(frozen=True)
+class _Draft:
+    """Texts and values of a row that become a prompt."""
+
+    text: str
+    label: Any
+    columns: dict[str, Any] | None
+    answer: str  # empty: the row has none
+    teacher_text: str  # empty: a teacher reads the same prompt
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How rows hold prompts: arguments of `make_prompts`."""
+
+    input_key: str
+    label_key: str | None
+    answer_key: str | None
+    teacher_key: str | None
+    columns: Sequence[str] | None
+    template: ChatTemplate | None
+    input_template: str | None
+
+    def draft(self, row: Row) -> _Draft:
+        values = row.values
+        # A row may lack an answer, and a prompt for a teacher.
+        answer_key = self.answer_key if values.get(self.answer_key or "") is not None else None
+        teacher_key = self.teacher_key if values.get(self.teacher_key or "") is not None else None
+        return _Draft(
+            text=self._text(values, self.input_key),
+            columns=None if self.columns is None else _kept(values, self.columns, self.input_key),
+            answer="" if answer_key is None else text_of(values, answer_key),
+            teacher_text="" if teacher_key is None else self._text(values, teacher_key),
+            label=_label(values, self.label_key),
+        )
+
+    def _text(self, values: Mapping[str, Any], key: str) -> str:
+        if self.template is None:
+            return fill_in(self.input_template, text_of(values, key))
+        return self.template.render(messages_of(values, key, "user"), key, for_generation=True)
+
+
+def _encoded(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Tokenise texts; where all are empty, no tokenizer is called."""
+    if not any(texts):
+        return [[] for _ in texts]
+    return [ids for at in range(0, len(texts), CHUNK) for ids, _ in encode(tokenizer, [*texts[at : at + CHUNK]])]
 
 
 def _with_images(ids: list[int], images: RowImages | None, text: str, key: str) -> list[int]:

@@ -322,7 +322,7 @@ class ProcessEnv:
                 self._play_again(child, "step" if at else "reset", items, at)
 
     def _play_again(self, child: _Child, name: str, items: dict[int, tuple[Any, ...]], at: int) -> None:
-        """Repeat one call of each of these slots, whose answers must be those that were given before."""
+        """Repeat one call of each of these slots. Raises if an answer differs from the one before."""
         with contextlib.suppress(WorkerDied, WorkerTimeout):  # `receive` reports it
             child.send((name, [(slot, *args) for slot, args in items.items()]), self._timeout_s)
         for slot in items:

@@ -99,8 +99,7 @@ def open_run(
         savers = stack.enter_context(stoppable())
         config = named_run(config)
         planned = Path(config.run_dir) / str(config.name)
-        kept_apart = config.checkpoint.folder
-        checkpoints = planned / "checkpoints" if kept_apart is None else Path(kept_apart)
+        checkpoints = Path(config.checkpoint.folder or planned / "checkpoints")
         stack.enter_context(without_empty_folders(checkpoints, planned, planned.parent))
         run_dir = make_run_dir(config)
         stack.enter_context(sole_owner(run_dir))
@@ -229,7 +228,8 @@ def for_devices(
 ) -> tuple[Config, bool]:
     """Return the config with dtype and token budgets, and whether the budgets are new, not from the checkpoint.
 
-    inventory: GPUs of engines, by which the run chooses their number and slots if it has to.
+    choose: chooses token budgets for these devices. inventory: GPUs, by which the number of engines and of their slots
+    is chosen where it is unset; None: there are none.
     """
     journal = run.journal
     config = _with_known_dtype(run.config, run.checkpoint, has_gpus, journal)
@@ -296,8 +296,8 @@ def export_models(
 ) -> None:
     """Export every model that is not exported yet, each with the tokenizer, and conclude the run's checkpoints.
 
-    ranks: those that hold each model. The first one writes it, perhaps on another node than the driver's. write: has
-    all of them write a model into a folder. num_steps: the steps that the run has made.
+    ranks: worker groups by the model that they hold. Their first rank writes it, perhaps on another node than this.
+    write: has all ranks of a model write it into a folder. num_steps: the steps that the run has made.
     """
     from hotseat.loop.workers.model_workers import BackendWorker
 

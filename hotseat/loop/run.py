@@ -93,16 +93,14 @@ def _start_rl(
                         rl_run.micro_batches.try_out(saver.keep)
                     saver.keep(rl_run.micro_batches.config)
                     evaluation = train_rl(rl_run, journal, saver, run.checkpoint)
+                num_made = saver.last_made or rl_run.num_steps
                 if recording is None and not saver.is_ending:
                     rl_run.samples.record_left_over(
-                        saver.last_made or rl_run.num_steps,
-                        config.train.num_episodes,
-                        config.rollout.samples_per_prompt,
+                        num_made, config.train.num_episodes, config.rollout.samples_per_prompt
                     )
                 with saver.exporting():
                     ranks = {"critic": groups.critic, "model": groups.actor, "moving average": groups.actor}
-                    made = saver.last_made or rl_run.num_steps
-                    opening.export_models(run, ranks, rl_run.checkpoints.export, inputs.tokenizer, made)
+                    opening.export_models(run, ranks, rl_run.checkpoints.export, inputs.tokenizer, num_made)
         _remove_images(run)
         opening.push_model(run)
     return evaluation

@@ -172,5 +172,5 @@ class _Families(Collector):
 
 
 def _printable(text: str) -> str:
-    """Return a text without what is no character: names of metrics come from users' functions."""
+    """Remove what is no valid character from a text: names of metrics come from users' functions."""
     return text.encode(errors="replace").decode()

@@ -118,7 +118,7 @@ class LiveView:
         self.say("  ".join(cells))
 
     def advance(self, step: int, phase: str) -> None:
-        """Show how many steps are done, without a line for each; where there is no terminal, a line now and then."""
+        """Show progress without a line for each step; without a terminal, print a line now and then."""
         self.pace.step, self._phase = step, phase
         now_s = time.monotonic()
         if not self._console.is_terminal and now_s - self._advanced_s >= self._every_s:

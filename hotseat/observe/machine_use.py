@@ -118,7 +118,7 @@ def _rounded(figures: Mapping[str, float]) -> dict[str, float]:
 
 
 def _known(path: Path) -> list[dict[str, Any]]:
-    """Read a file of such lines; none of it where it is damaged, since it is no more than a record of the past."""
+    """Read the lines of a file; none if it is damaged, since it is only a record of the past."""
     try:
         lines = read_lines(path)
         return lines if all({"time", "step", "over_s"} <= line.keys() for line in lines) else []

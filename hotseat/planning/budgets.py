@@ -21,7 +21,7 @@ from hotseat.config.batches import is_auto, num_checkpointed, token_budget
 from hotseat.config.presence import has_simulator
 from hotseat.config.schema.rollout_options import RolloutConfig
 from hotseat.config.schema.train_options import TrainConfig
-from hotseat.errors import BudgetError, PlacementError, RunError
+from hotseat.errors import BudgetError, PlacementError, RunError, causes
 from hotseat.placement.memory_terms import GIB
 from hotseat.placement.plan_types import Plan
 from hotseat.placement.shapes import ModelShape
@@ -266,9 +266,7 @@ def smaller_budget_kept(config: Callable[[], Config], keep: Callable[[Config], o
     try:
         yield
     except RunError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, BudgetError):
-            cause = cause.__cause__
-        if isinstance(cause, BudgetError) and cause.use in uses(config()):
+        cause = next((each for each in causes(error) if isinstance(each, BudgetError)), None)
+        if cause is not None and cause.use in uses(config()):
             keep(with_budget(config(), "train" if cause.use == "train" else "rollout", cause.tokens))
         raise

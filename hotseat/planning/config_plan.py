@@ -60,7 +60,7 @@ def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_d
 
 
 def with_engines_on(config: Config, inventory: str | Inventory | None = None) -> Config:
-    """Return the config with engines, and the sequences that each decodes at a time, if the run chooses them."""
+    """Return the config with the number of engines and of their slots, where it leaves them to the run."""
 
     def plan_with(made: Config) -> Plan:
         return plan_as_is(with_least_budgets(made), inventory)
@@ -73,7 +73,7 @@ def with_budgets(
 ) -> ChosenBudgets:
     """Return the config with a token budget for micro-batches wherever it leaves their size to the run.
 
-    Budgets that were chosen before, also by an earlier part of the run, stay.
+    Budgets that were chosen before stay, such as those of a run that resumes.
     """
     if is_chosen(config):
         return ChosenBudgets(config)

@@ -19,14 +19,14 @@ Roles = frozenset[str]
 
 @dataclass(frozen=True)
 class Value:
-    """One value of a choice. cost: how much it is in the way of users. roles: those whose steps it can relieve."""
+    """One value of a choice."""
 
-    cost: float
+    cost: float  # how inconvenient it is for users
     settings: Settings
-    roles: Roles
+    roles: Roles  # in whose steps it may help
 
 
-Choice = Sequence[Value]  # of which a combination has one or none
+Choice = Sequence[Value]  # alternatives: a combination has at most one of them
 
 
 def cheapest(choices: Sequence[Choice], missed: Callable[[Settings], Sequence[Roles]]) -> Settings | None:

@@ -111,7 +111,7 @@ def remark_this_process(number: int) -> int:
 
 
 def _number(session: str, worker: str = "") -> int:
-    """Compute the number of a process: half of it stands for the session, half for the worker; 0 is none."""
+    """Compute the number of a process, half of the session and half of the worker; 0 is none."""
     name = session.rpartition("/")[2]
     high = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") % (1 << 30) + (1 << 30)
     low = int.from_bytes(hashlib.blake2b(worker.encode(), digest_size=4).digest(), "big") >> 1 if worker else 0

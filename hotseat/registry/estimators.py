@@ -7,7 +7,7 @@ from typing import Literal
 
 from hotseat.registry.lookup import Table
 from hotseat.registry.policy_losses import Aggregation
-from hotseat.user_functions import is_own
+from hotseat.user_functions import is_user_function
 
 
 @dataclass(frozen=True)
@@ -121,4 +121,4 @@ USER_ESTIMATOR = EstimatorEntry("FILE.py:FUNCTION", "Custom.", "", "", compares_
 
 def estimator_entry(name: str) -> EstimatorEntry:
     """Return the entry of an estimator, built-in or a user's."""
-    return USER_ESTIMATOR if is_own(name) else ESTIMATORS.entry(name)
+    return USER_ESTIMATOR if is_user_function(name) else ESTIMATORS.entry(name)

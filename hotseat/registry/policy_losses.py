@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hotseat.registry.lookup import Table
-from hotseat.user_functions import is_own
+from hotseat.user_functions import is_user_function
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
@@ -99,4 +99,4 @@ USER_POLICY_LOSS = PolicyLossEntry(
 
 def policy_loss_entry(name: str) -> PolicyLossEntry:
     """Return the entry of a policy loss, built-in or a user's."""
-    return USER_POLICY_LOSS if is_own(name) else POLICY_LOSSES.entry(name)
+    return USER_POLICY_LOSS if is_user_function(name) else POLICY_LOSSES.entry(name)

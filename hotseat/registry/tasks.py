@@ -28,7 +28,7 @@ class TaskEntry:
 
     @property
     def has_rollouts(self) -> bool:
-        """Return whether the policy samples what it learns from; else it learns from rows by an objective."""
+        """Return whether the policy learns from samples of its own; else it learns from rows by an objective."""
         return self.rows == "prompts"
 
     @property

@@ -219,9 +219,9 @@ def _written(function: Any) -> Any:
 
 
 def description(error: BaseException, file: str) -> dict[str, str]:
-    """Return `error`, a line with that of the user's file that raised it, its `cause`, and its `traceback` if it helps.
+    """Describe an error in a user's file: `error`, one line of text; `cause`; and `traceback`, where that helps.
 
-    What is raised in one line for different samples has one cause, whatever the message quotes.
+    Errors that one line of the file raises for different samples have one cause, whatever their messages quote.
     """
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     where = f" at line {lines[-1]}" if lines else ""

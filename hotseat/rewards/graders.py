@@ -79,7 +79,7 @@ def grader_problem(grader: Grader) -> str | None:
 
 
 def package_problem(kind: str) -> str | None:
-    """Return what has to be installed for a kind of grader on this machine; None if nothing is missing."""
+    """Return which package a kind of grader lacks on this machine; None: it lacks none."""
     module, package = _PACKAGES.get(kind, (None, None))
     if module is None or find_spec(module) is not None:
         return None

@@ -275,7 +275,7 @@ class Engine(ABC):
         return EngineSequence(request, stop_ids, max_new_tokens, self._stop_strings(sampling.stop))
 
     def _stop_strings(self, strings: tuple[str, ...]) -> StopStrings | None:
-        """Return what finds these strings; the same for all requests with them, since it remembers tokens."""
+        """Return the finder of these strings, one for all requests with them: it remembers tokens."""
         if not strings:
             return None
         if strings not in self._stops:
@@ -396,7 +396,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _prepare_load(self) -> None:
-        """Forget what was computed with the old weights: new ones are about to come."""
+        """Forget results of the old weights: new ones are about to come."""
 
     @abstractmethod
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

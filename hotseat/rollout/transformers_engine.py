@@ -134,7 +134,7 @@ class TransformersEngine(Engine):
         self._take(active, sampled.cpu().numpy())
 
     def _take(self, active: Sequence[tuple[int, EngineSequence]], sampled: Any) -> None:
-        """Append what was sampled, [tokens, 2, rows], to the sequences in these slots; complete those that end."""
+        """Append sampled tokens, [tokens, 2, rows], to the sequences in these slots; complete those that end."""
         tokens, log_probs = sampled[:, 0], sampled[:, 1]
         num_tokens = len(tokens)
         counts = np.full(tokens.shape[1], num_tokens)  # of the tokens of each row, up to one that ends it
@@ -400,7 +400,7 @@ class TransformersEngine(Engine):
 
 
 def _context(sequence: EngineSequence) -> Context:
-    """Return what is prefilled for a sequence: its prompt without the last token, and its images."""
+    """Return the part of a sequence to prefill: its prompt without the last token, and its images."""
     return sequence.prompt[:-1], sequence.request.images
 
 

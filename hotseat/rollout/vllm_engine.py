@@ -90,7 +90,7 @@ class VllmEngine(Engine):
 
     @property
     def _salt(self) -> str | None:
-        """Name the requests that may share what is cached: where blocks of older weights stay, those of one version."""
+        """Name the requests that may share cached blocks: those of one version, where blocks of older weights stay."""
         return str(self._serving.version) if self.keeps_cache else None
 
     def _take(self, step: list[Sampled]) -> None:

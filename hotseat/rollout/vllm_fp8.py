@@ -56,7 +56,7 @@ def quantised(layer: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantising(pieces: Iterable[Piece], model: nn.Module) -> Iterator[Piece]:
-    """Make pieces of weights in FP8 quantise what they take; others stay as they are."""
+    """Have pieces of FP8 weights quantise the weights that they get; others stay as they are."""
     layers = {_address(layer.weight): layer for layer in _quantised_layers(model)}
     for piece in pieces:
         layer = layers.get(_address(piece.live)) if piece.live.dtype == FP8 else None

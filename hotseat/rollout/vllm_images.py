@@ -156,7 +156,7 @@ class _EmptyTorchvision(MetaPathFinder, Loader):
 
 
 def num_embeddings(image: str, image_token_id: int) -> int:
-    """Count the tokens of a prepared image that are replaced by what the visual encoder makes of it."""
+    """Count the tokens of a prepared image that are replaced by outputs of the visual encoder."""
     return tokens_of(image).count(image_token_id)
 
 

@@ -265,13 +265,13 @@ class _ScriptSteering(Steering):
             return self._changed.wait_for(lambda: self.is_over, timeout_s)
 
     def line(self, at: int) -> dict[str, Any] | None:
-        """Return the metrics of a step by its place, once they are there; None if the run has ended before."""
+        """Wait for the metrics of a step, by its place, and return them; None if the run ends before."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._lines) > at or self.is_over)
             return self._lines[at] if len(self._lines) > at else None
 
     def _ask(self) -> None:
-        """Pass on what is asked for to the saver, which decides after each step whether the run goes on."""
+        """Pass on requests to stop to the saver, which decides after each step whether the run continues."""
         with self._changed:
             saver = self._saver
         if saver is not None and self._is_stopping:

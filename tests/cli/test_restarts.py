@@ -2,7 +2,7 @@
 
 import pytest
 
-from hotseat.cli.restarts import Book, exit_code, is_kept, judge
+from hotseat.cli.restarts import RestartBook, exit_code, is_kept, judge
 from hotseat.processes.kept_driver import DriverEnd
 
 RUN = {"run": "runs/x", "max_restarts": 2}
@@ -44,7 +44,7 @@ def test_exit_codes_are_those_of_a_shell():
 
 
 def test_restarts_are_counted_from_the_last_new_checkpoint():
-    book = Book()
+    book = RestartBook()
     book.note({**RUN, "allowed": ["seed"]})
     assert book.problem() is None
     assert book.count("it died").endswith(
@@ -68,7 +68,7 @@ def test_restarts_are_counted_from_the_last_new_checkpoint():
 
 
 def test_restarts_of_groups_without_a_new_checkpoint_count_too():
-    book = Book()
+    book = RestartBook()
     book.note({**RUN, "saved": 4, "in_vain": 2})
     assert book.problem() is not None
     book.note({**RUN, "saved": 5, "in_vain": 1})
@@ -77,7 +77,7 @@ def test_restarts_of_groups_without_a_new_checkpoint_count_too():
 
 
 def test_a_driver_that_dies_before_a_run_has_begun_is_not_started_again():
-    book = Book()
+    book = RestartBook()
     book.note({})
     assert book.problem() == "no run had begun: start it again with the same command"
 

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from doc_tables import with_table
 from field_readers import find_readers, readings
 from openrlhf_table import BEGIN, END, main, render_table
 
@@ -13,7 +14,6 @@ from hotseat.openrlhf.argv import parse
 from hotseat.openrlhf.config_draft import ConfigDraft
 from hotseat.openrlhf.derive import DERIVED
 from hotseat.openrlhf.flags import COMMANDS, TASKS, spellings
-from hotseat.words import with_table
 
 ROOT = Path(__file__).parents[2]
 

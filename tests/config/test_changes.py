@@ -82,10 +82,11 @@ def test_fp8_changes_the_correction_and_takes_permission(key):
     assert change == Change(key, "fp8", None, is_allowed=True)
 
 
-def test_another_seed_is_refused_whatever_is_allowed():
+@pytest.mark.parametrize(("key", "then", "now"), [("seed", "42", "1"), ("task", "rl", "sft")])
+def test_another_seed_or_task_is_refused_whatever_is_allowed(key, then, now):
     with pytest.raises(UserError) as caught:
-        between("", "seed=1", allowed="seed")
-    assert "seed: 42 when the checkpoint was written, now 1" in str(caught.value)
+        between("", f"{key}={now}", allowed=key)
+    assert f"{key}: {then} when the checkpoint was written, now {now}" in str(caught.value)
     assert "--allow-change" not in str(caught.value)
 
 
@@ -98,13 +99,6 @@ def test_what_the_user_allows_is_marked():
     assert section.is_allowed
     with pytest.raises(UserError, match="seed: 42 when"):  # one of two
         between("", "rollout.temperature=0.5", "seed=1", allowed="rollout.temperature")
-
-
-def test_another_task_is_refused_whatever_is_allowed():
-    with pytest.raises(UserError) as caught:
-        between("", "task=sft", allowed="task")
-    assert "task: rl when the checkpoint was written, now sft" in str(caught.value)
-    assert "--allow-change" not in str(caught.value)
 
 
 def test_allowing_what_is_unknown_or_needs_no_leave_is_refused():

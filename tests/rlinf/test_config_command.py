@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rlinf_table import main as write_table
 
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import ConfigError
 from hotseat.rlinf.config_keys import TABLE, translate
-from hotseat.rlinf.config_table import main as write_table
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "rlinf.md"
 
@@ -321,5 +321,5 @@ def test_the_table_in_the_docs_is_up_to_date(tmp_path):
     copy = tmp_path / "rlinf.md"
     copy.write_text(DOCUMENT.read_text())
     write_table([str(copy)])
-    assert copy.read_text() == DOCUMENT.read_text(), "run: python -m hotseat.rlinf.config_table docs/rlinf.md"
+    assert copy.read_text() == DOCUMENT.read_text(), "run: python scripts/rlinf_table.py docs/rlinf.md"
     assert len({key.theirs for key in TABLE}) == len(TABLE)

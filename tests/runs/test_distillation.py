@@ -16,9 +16,10 @@ from hotseat.algorithms.distillation import Divergence
 from hotseat.config import loads
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.run import start
+from hotseat.loop.workers.by_sample import TeacherScores, given_by_teacher
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.experience import Share, flatten
-from hotseat.loop.workers.model_workers import ModelWorker, TeacherScores, given_by_teacher
+from hotseat.loop.workers.model_workers import ModelWorker
 from hotseat.loop.workers.teachers import TeachersWorker
 from hotseat.model_source import ModelSource
 from hotseat.observe import read_lines

@@ -105,7 +105,7 @@ def test_a_finished_run_is_extended_on_another_machine_and_a_second_run_is_refus
 @pytest.mark.long
 def test_uploads_that_never_succeed_cost_a_run_nothing_else(server, task, tmp_path, monkeypatch):
     url = "s3://bucket/never"
-    monkeypatch.setattr("hotseat.loop.state.saving._LONGEST_STALL_S", 0.5)
+    monkeypatch.setattr("hotseat.loop.state.remote_copies._MAX_STALL_S", 0.5)
     server.trouble = lambda method, path: 503 if "step-" in path and method == "PUT" else None
     start(loads(rl_yaml(task, name="never"), [*OPTIONS, EVERY, f"checkpoint.path={url}"]))
     server.trouble = lambda method, path: None

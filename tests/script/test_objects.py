@@ -18,7 +18,7 @@ from hotseat.agents.agent_file import load_agent
 from hotseat.data import load_rows
 from hotseat.errors import ConfigError
 from hotseat.script.objects import RECORD, ScriptObjects
-from hotseat.user_functions import own_function
+from hotseat.user_functions import user_function
 
 ROWS = [{"input": "1 + 1 =", "label": 2}, {"input": "2 + 2 =", "label": "four"}]
 
@@ -130,7 +130,7 @@ def test_a_partial_a_lambda_and_two_of_one_name_have_files_of_their_own(tmp_path
     paths.append(place(values["data"]["sampler"]))
     assert [Path(path).name for path in paths] == ["first.py:first", "function.py:function", "first_2.py:first"]
     with objects.written():
-        assert [own_function(path)(2) for path in paths] == [2, 6, 2]
+        assert [user_function(path)(2) for path in paths] == [2, 6, 2]
 
 
 def test_agents_are_classes_or_objects_and_environments_are_classes(tmp_path):

@@ -5,13 +5,13 @@ import importlib
 from pathlib import Path
 
 import pytest
+from doc_tables import with_table
 from trl_table import BEGIN, END, main, render_tables
 
 from hotseat.config.load import valid_keys
 from hotseat.trl.conversions import DERIVED
 from hotseat.trl.peft_config import NAMES, WITHOUT_EFFECT
 from hotseat.trl.trl_fields import CONFIGS, DPO, GRPO, REWARD, SFT, SHARED, VERSION
-from hotseat.words import with_table
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trl.md"
 PARTS = (SHARED, GRPO, SFT, DPO, REWARD)

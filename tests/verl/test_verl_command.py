@@ -12,7 +12,7 @@ from hotseat.cli.help_texts import EPILOGS
 from hotseat.cli.main import main as hotseat
 from hotseat.config import loads
 from hotseat.errors import DataError, RunError
-from hotseat.verl.shim import DIRECTORY, SHIM
+from hotseat.verl.shim import DIRECTORY
 from hotseat.verl.verl_command import main
 
 ROOT = Path(__file__).parents[2]
@@ -154,26 +154,3 @@ def test_beside_verl_itself_the_command_is_refused(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     [line] = done.stderr.splitlines()
     assert f"verl itself can be imported too, from {real}: uninstall it" in line
-
-
-def test_an_import_beside_verl_itself_is_an_import_error(tmp_path, monkeypatch):
-    real = make_package(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.syspath_prepend(str(DIRECTORY))
-    with pytest.raises(ImportError, match=f"from {real}"):
-        import verl  # noqa: F401
-    assert "verl" not in sys.modules
-
-
-def test_a_verl_in_editable_mode_is_found(tmp_path, monkeypatch):
-    import importlib.util
-
-    real = make_package(tmp_path)
-
-    class Finder:
-        @classmethod
-        def find_spec(cls, name, path=None, target=None):
-            return importlib.util.spec_from_file_location(name, real) if name == "verl" else None
-
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    assert SHIM.find_another() == str(real)

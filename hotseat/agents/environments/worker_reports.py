@@ -67,7 +67,7 @@ class Prints:
                 self._send({"prints": episode, "text": held})
 
     def capture(self) -> None:
-        """Have standard output and error send what is written in an episode; all else goes where it went before."""
+        """Have standard output and error send the text of episodes; all other text goes where it went before."""
         sys.stdout, sys.stderr = _Stream(sys.stdout, self), _Stream(sys.stderr, self)
 
 

@@ -91,7 +91,7 @@ class ServedPolicy:
 
     @cached_property
     def max_characters(self) -> int:
-        """Return more characters than any text has that fits into a context: a bound on what is worth tokenising."""
+        """Return an upper bound on the characters of a text that fits into a context: longer ones are not tokenised."""
         longest = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
         return 4 * longest * self.max_length + (1 << 16)
 

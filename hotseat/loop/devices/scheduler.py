@@ -28,33 +28,31 @@ from hotseat.types import Moved
 
 ALLOWANCE_BYTES = 1 << 29  # memory that a process may still hold of the parts that it has offloaded
 ROOM_BYTES = 2 << 30  # memory that stays free on a device where parts come while others leave
-ROOM_FACTOR = 1.1  # parts may take so many times what the plan says
+ROOM_FACTOR = 1.1  # by which parts may exceed the sizes in the plan
 
 Process = tuple[str, int]  # role and rank
 
 
 @dataclass
 class _Batch:
-    """Moves that happen at once: the parts of each process, and those whose weights are dropped, not kept.
-
-    moved: what each process has moved, but for those that are gone. seconds: how long they were waited for.
-    """
+    """Moves that happen at once."""
 
     how: Literal["offload", "onload"]
     step: str
     parts: dict[Process, list[Part]] = field(default_factory=dict)
-    dropping: set[Process] = field(default_factory=set)
-    moved: dict[Process, Moved] = field(default_factory=dict)
-    seconds: float = 0.0
+    dropping: set[Process] = field(default_factory=set)  # processes whose weights are dropped instead of kept
+    moved: dict[Process, Moved] = field(default_factory=dict)  # results, without those of processes that are gone
+    seconds: float = 0.0  # of waiting for them
 
 
 class DeviceScheduler:
     """Grants leases, and moves parts so that each step has the residency of the plan.
 
-    `groups` holds the running roles; a role that is not in it gets no lease. A process that is gone has left its
-    devices: it is not asked to offload or onload anything, and the next call to it raises. offloaded: the parts
-    that are off their devices now, by role; all others are resident. when_measured: called with a device, and by how
-    many bytes the memory in use there fell, when simulators have left it: only the device knows how much they took.
+    groups: worker groups of the running roles; others get no lease. offloaded: by role, the parts that are off their
+    devices now; all others are resident. when_measured: called when simulators have left a device, with the device and
+    the number of bytes by which the memory in use there fell: nothing else tells how much they take.
+
+    A process that is gone has left its devices: it is not asked to offload or onload, and the next call to it raises.
     """
 
     def __init__(
@@ -119,7 +117,7 @@ class DeviceScheduler:
         self._without_weights.discard(role)
 
     def replaced(self, role: str, rank: int) -> None:
-        """Record that a process was replaced by a new one, which has all its parts on its devices, if it has any."""
+        """Record that a process was replaced by a new one: all its parts are on its devices."""
         if (role, rank) in self._processes:
             self._offloaded[role, rank] = set()
             self._leases.forget_use(self._processes[role, rank].devices)

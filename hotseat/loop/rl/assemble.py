@@ -108,21 +108,19 @@ def assemble(
         samples = SampleLog(groups, ledger, _alarms(config, journal, prompts), state, journal, config.log)
         if config.log.keep_rollouts:
             journal.say(_kept_note(config, num_steps, run_dir / ROLLOUTS))
-        record = Arrivals(run_dir)
         stream: Stream
         if recording is not None:
             stream = ReplayStream(recording, groups.hosts)
         elif config.overlap.staleness == 0:
-            stream = SynchronousStream(runner, state, samples, prompts, record)
+            stream = SynchronousStream(runner, state, samples, prompts, Arrivals(run_dir))
         else:
-            keep = group_filter(config, prompts)
-            tickets = Tickets(pace_of(config, num_steps), keep, lambda count: state.order.next(count), record)
             draw = partial(_draw_rollout, journal.timeline, plan)
+            tickets = _tickets(config, num_steps, prompts, state, Arrivals(run_dir))
             stream = OverlappedStream(tickets, prompts, runner, samples, Spool(run_dir / SPOOL), draw)
         checkpoints = RlCheckpoints(groups, scheduler, state, guard, ledger, stream, phase_settings)
         group_restarts = _group_restarts(context, groups, recovery, checkpoints, run_dir, journal)
         if recording is not None:
-            group_restarts.most = 0  # a replay makes no checkpoints
+            group_restarts.max_restarts = 0  # a replay makes no checkpoints
         yield RlRun(
             num_steps=num_steps if recording is None else min(num_steps, recording.num_steps),
             has_evaluation=bool(inputs.eval_prompts) and recording is None,
@@ -175,8 +173,8 @@ def _scheduler_and_meter(
 
 def _components(config: Config, groups: Groups, meter: PhaseMeter) -> Components | None:
     evaluating = [name for name, each in config.components.items() if each.evaluates]
-    own = {role: group for role, group in groups.by_role.items() if role in config.components}
-    return Components(own, groups.hosts, meter, evaluating) if own else None
+    custom = {role: group for role, group in groups.by_role.items() if role in config.components}
+    return Components(custom, groups.hosts, meter, evaluating) if custom else None
 
 
 def _keep_simulator_memory(config: Config, journal: Journal, device: int, num_bytes: int) -> None:
@@ -248,6 +246,12 @@ def _group_restarts(
         examine=partial(record_hang, context.cluster, journal, run_dir),
         restarts=recovery.restarts,
     )
+
+
+def _tickets(config: Config, num_steps: int, prompts: Sequence[Prompt], state: RlState, arrivals: Arrivals) -> Tickets:
+    keep = group_filter(config, prompts)
+    # A resumed run has another order than the one that is there now.
+    return Tickets(pace_of(config, num_steps), keep, lambda count: state.order.next(count), arrivals)
 
 
 def pace_of(config: Config, num_steps: int) -> Pace:

@@ -359,7 +359,7 @@ def _scaled(cost: GroupCost, factor: float) -> GroupCost:
 
 
 def record_prediction(config: Config, plan: Plan, run_dir: Path, say: Callable[[str], object]) -> None:
-    """Write what the config's profile predicts for this run, which the report compares with what is measured."""
+    """Write the prediction of the config's profile for this run; the report compares it with measurements."""
     if config.cluster.profile is None:
         return
     predicted = predict(config, plan, Profile.read(Path(config.cluster.profile)))

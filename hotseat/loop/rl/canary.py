@@ -147,7 +147,7 @@ class CanaryState:
 
 
 class CanaryGuard:
-    """Keeps the canary of a run and judges what engines and inference ranks make of it.
+    """Keeps the canary of a run, and judges the log-probs of engines and inference ranks on it.
 
     lease: holds the devices of a role for a phase. warn: records a warning.
     """
@@ -384,7 +384,7 @@ class CanaryGuard:
         )
 
     def _rounding(self, canary: Canary, expected: Sequence[float]) -> tuple[GapStatistics, str]:
-        """Measure what rounding alone does to log-probs of these tokens; return it, and how it is known.
+        """Measure the gaps of log-probs that rounding alone makes on these tokens; return them and their source.
 
         It is the trainer's own rounding, plus that of logits in the engine's dtype (the trainer computes logits in
         float32, and engines may not), plus that of what engines have in FP8.
@@ -413,7 +413,7 @@ class CanaryGuard:
         return gap_statistics(gaps), basis
 
     def _assumed(self, why: str) -> tuple[GapStatistics, str]:
-        """Warn that rounding could not be measured, and return what is assumed instead."""
+        """Warn that rounding could not be measured, and return an assumption."""
         dtype = self._settings.dtype
         self._warn(
             f"canary: no float32 forward of the policy could be made ({why}), so engines are judged by what rounding"

@@ -17,13 +17,14 @@ Decisions = dict[str, dict[GroupKey, GroupChange]]  # of each component, about e
 
 
 class Components:
-    """Shows groups to each component in turn, on its own devices, and carries out what it decides.
+    """Shows groups to each component in turn, on its own devices, and carries out its decisions.
 
-    groups: worker groups by the name of their component, in the order in which they work. A component does not see
-    groups that an earlier one dropped. Groups travel from hosts to components by reference; the driver sees decisions.
-    A rollout that is repeated, since an engine or a host died, keeps them: hosts that live on have the changed rewards,
-    which a component would change a second time. evaluating: those that see evaluations too, whose groups have the same
-    keys every time: decisions about them are kept until the evaluation has its metrics.
+    groups: worker groups by component, in the order in which they work. evaluating: components that see evaluations.
+
+    A component does not see groups that an earlier one dropped. Groups travel from hosts to components by reference;
+    the driver sees decisions. These are kept when a rollout is repeated because an engine or a host died: hosts that
+    survived hold changed rewards already, which a component must not change again. Groups of an evaluation have the
+    same keys every time, so decisions about them are kept only until it has its metrics.
     """
 
     def __init__(
@@ -40,9 +41,9 @@ class Components:
         self._of_evaluation: Decisions = {name: {} for name in groups if name in evaluating}
 
     def change(self, facts: Sequence[GroupFacts], *, is_evaluation: bool = False) -> list[GroupFacts]:
-        """Return the facts of groups as components leave them; of evaluated groups, as those do that see evaluations.
+        """Return the facts of groups after the decisions of all components, or of those that see evaluations.
 
-        Components decide about groups that they have not decided about yet.
+        A component decides about a group once.
         """
         by_key = {each.key: each for each in facts}
         for name, decided in (self._of_evaluation if is_evaluation else self._of_step).items():

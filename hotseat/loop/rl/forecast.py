@@ -31,10 +31,10 @@ NUM_HALVINGS = 12  # of the interval in which the share of episodes without wait
 
 @dataclass(frozen=True)
 class GroupCost:
-    """Seconds that a group takes: each of its episodes, which begin one by one as places are free, then its rewards."""
+    """Seconds that a group takes."""
 
-    episode_s: tuple[float, ...]
-    scoring_s: float = 0.0
+    episode_s: tuple[float, ...]  # of each episode; they begin one by one, as places become free
+    scoring_s: float = 0.0  # of its rewards, after the last episode
     is_dropped: bool = False
 
 

@@ -31,7 +31,7 @@ from hotseat.processes.kept_driver import tell
 
 @dataclass(eq=False)
 class GroupRestarts:
-    """Restarts groups as a whole, up to `most` times without a new checkpoint.
+    """Restarts groups as a whole, up to `max_restarts` times without a new checkpoint.
 
     groups: by role, those whose processes are not replaced one by one. makes_way: other roles leave the devices of a
     group before it starts. end_open_work: has hosts and engines drop all that they hold. settle: waits until no rank of
@@ -41,7 +41,7 @@ class GroupRestarts:
 
     groups: Mapping[str, WorkerGroup[Any]]
     scheduler: DeviceScheduler
-    most: int
+    max_restarts: int
     makes_way: bool
     end_open_work: Callable[[], object]
     settle: Callable[[Sequence[str]], object]
@@ -52,10 +52,13 @@ class GroupRestarts:
     _saved: int | None = field(default=None, init=False)  # step of the newest checkpoint, when last restarted
 
     def recover(self, error: RunError, saver: Saver, journal: Journal) -> Checkpoint:
-        """Restart what was lost, and return the checkpoint from which the run continues. Raises if that cannot help."""
+        """Restart the groups that lost a process, and return the checkpoint from which the run continues.
+
+        Raises the error if that cannot help.
+        """
         while True:
             lost = self._lost(error)
-            if not lost or self.most == 0 or saver.is_stopping:
+            if not lost or self.max_restarts == 0 or saver.is_stopping:
                 raise error
             self.examine(error)
             journal.phase("restart")
@@ -93,7 +96,7 @@ class GroupRestarts:
     def _may_restart(self, saved: int) -> bool:
         if saved != self._saved:
             self._saved, self._num_in_vain = saved, 0
-        if self._num_in_vain >= self.most:
+        if self._num_in_vain >= self.max_restarts:
             return False
         self._num_in_vain += 1
         tell(in_vain=self._num_in_vain)
@@ -104,7 +107,7 @@ class GroupRestarts:
         ranks = [f"{role} ({size} ranks)" if size > 1 else role for role, size in zip(lost, sizes, strict=True)]
         return (
             f"{str(error).splitlines()[0]}; {' and '.join(ranks)} started again, the run continues after step {step}"
-            f" (restart {self._num_in_vain} of {self.most} without a new checkpoint)"
+            f" (restart {self._num_in_vain} of {self.max_restarts} without a new checkpoint)"
         )
 
     def _restart(self, lost: Sequence[str], error: RunError, saver: Saver, journal: Journal) -> Checkpoint | None:

@@ -109,7 +109,7 @@ class RolloutHosts:
         return [each for mine in self.workers.call(RolloutHost.given_up) for each in mine]
 
     def begin(self, jobs: Sequence[Job], sampling: Sampling) -> Iterator[tuple[list[GroupKey], list[GroupKey]]]:
-        """Begin jobs; yield for each host what it has taken, and what of it is sampled now.
+        """Begin jobs; yield for each host the keys of its jobs, and of those among them that it has begun to sample.
 
         Raises the failure of a host, after the answers of the others.
         """

@@ -69,7 +69,10 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint 
 def make_steps(
     run: RlRun, journal: Journal, saver: Saver, first_step: int, evaluation: dict[str, float]
 ) -> dict[str, float]:
-    """Make all steps from the first one on; return the last evaluation, which is the given one if there is none."""
+    """Make all steps from `first_step` on; return the last evaluation.
+
+    evaluation: the one before these steps, which is returned if they make none.
+    """
     with sparing_collector():
         for step in range(first_step, run.num_steps + 1):
             run.meter.begin_step()
@@ -99,9 +102,9 @@ def make_steps(
 
 @contextmanager
 def sparing_collector() -> Iterator[None]:
-    """Exempt what is there by now from garbage collection, unless the process that trains has done so itself.
+    """Exempt all objects that exist by now from garbage collection, unless this process has exempted some itself.
 
-    Every full collection would go through all of it: libraries, and the records of thousands of processes.
+    Every full collection would traverse them: those of libraries, and the records of thousands of processes.
     """
     if gc.get_freeze_count() > 0:
         yield

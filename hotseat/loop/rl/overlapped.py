@@ -39,7 +39,8 @@ class OverlappedStream(Stream):
     `overlap.in_flight` says what a push does with open requests. `wait` lets them finish first; `keep` and `recompute`
     continue them with the new weights, with or without the KV cache of the old ones; `restart` samples their groups
     anew. Where engines share devices with training, open requests stand still between two leases.
-    draw_rollout: draws the rollout in the timeline, from then until now.
+
+    draw_rollout: draws the rollout in the timeline, from the time that it gets until now.
     """
 
     tickets: Tickets
@@ -89,7 +90,7 @@ class OverlappedStream(Stream):
         elif in_flight == "restart":
             self.runner.recovery.during(self.runner.groups.reconnect)
         self._metrics["time/drain"] = time.monotonic() - started_s
-        if not self.runner.carries_over:  # otherwise the leases of the devices are drawn
+        if not self.runner.carries_over:  # otherwise the scheduler draws each lease of the rollout
             self.draw_rollout(self._pushed_s)
         yield
         self._pushed_s = time.time()
@@ -158,7 +159,7 @@ class OverlappedStream(Stream):
             self._begin()
 
     def _begin_ahead(self) -> None:
-        """Begin what may begin while the loop does something else. On shared devices that waits for their lease."""
+        """Begin jobs that run while the loop does something else; on shared devices they wait for the next lease."""
         if not self.runner.carries_over:
             self.runner.recovery.during(self._begin)
 
@@ -173,7 +174,7 @@ class OverlappedStream(Stream):
             self.tickets.begin(taken, sampled)
 
     def _fetch(self, num_groups: int) -> None:
-        """Wait for so many groups. Where some are dropped, each may free a place, which is not to stay empty."""
+        """Wait for so many groups; for one if groups may be dropped, so that no place stays empty."""
         at_least = 1 if self.tickets.is_filtered else max(1, num_groups - self._num_unscored)
         self._num_unscored = self._num_sent_again = 0
         # On shared devices an engine is replaced between two leases, in which the others pause.
@@ -185,7 +186,7 @@ class OverlappedStream(Stream):
 
     @property
     def _is_scoring_due(self) -> bool:
-        """Tell whether a reward model has to score: what waits for it makes up a batch, or is all that is in flight."""
+        """Tell whether a reward model has to score: groups that wait for it complete a batch, or all in flight do."""
         if self._num_unscored == 0:
             return False
         pacer = self.tickets.pacer

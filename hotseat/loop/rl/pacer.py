@@ -78,7 +78,7 @@ class Pacer:
         return tickets
 
     def begin_again(self, tickets: Sequence[int]) -> None:
-        """Restart tickets in flight under the version that is served now: what was sampled of them is lost."""
+        """Restart tickets in flight under the version that is served now, without the samples that they have."""
         assert self.in_flight.keys() >= set(tickets)
         self.in_flight |= dict.fromkeys(tickets, self.version)
 

@@ -19,12 +19,13 @@ from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import PhaseSettings, RlState
 from hotseat.loop.rl.stream import Stream
 from hotseat.loop.rl.sync import Pusher, PushReport
+from hotseat.loop.workers.by_sample import BySample
 from hotseat.loop.workers.experience import Share, assign
-from hotseat.loop.workers.model_workers import ActorWorker, BySample, ModelWorker
+from hotseat.loop.workers.model_workers import ActorWorker, ModelWorker
 from hotseat.loop.workers.value_models import CriticWorker
 from hotseat.train.backend import UpdateReport
 
-Shares = list[list[Share]]  # for each data-parallel rank, references to its groups, typed as what they arrive as
+Shares = list[list[Share]]  # by data-parallel rank; in fact references, which arrive in a worker as `Share`s
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ class PreparedBatch:
 
 @dataclass(frozen=True)
 class PreparePhase:
-    """Has log-probs of the reference, values of the critic and old log-probs computed, then advantages.
+    """Makes the experience of a batch: scores of all roles, then advantages, both on the ranks that need them.
 
-    Roles that the plan puts into one step compute at the same time.
+    The reference computes log-probs, the critic values, and actor or inference old log-probs. Roles that the plan puts
+    into one step compute at the same time.
     """
 
     groups: Groups
@@ -53,10 +55,11 @@ class PreparePhase:
         faults.reach("prepare.before")
 
         def hand_out(batch: Collected) -> tuple[dict[int, Shares], int]:
+            """Return shares by the number of data-parallel ranks, and the number of optimizer steps."""
             self.samples.choose(step, batch)
             groups = (self.groups.actor, self.groups.critic, self.groups.reference, self.groups.inference)
-            numbers = {group.size // self.num_model_parallel for group in groups if group is not None}
-            shares = {num_ranks: self._shares(batch, num_ranks) for num_ranks in numbers}
+            sizes = {group.size // self.num_model_parallel for group in groups if group is not None}
+            shares = {num_ranks: self._shares(batch, num_ranks) for num_ranks in sizes}
             return {num_ranks: each for num_ranks, (each, _) in shares.items()}, next(iter(shares.values()))[1]
 
         batch, (shares, num_optimizer_steps) = self.stream.with_groups(batch, hand_out)
@@ -69,7 +72,7 @@ class PreparePhase:
         return self.settings.config.train.num_model_parallel
 
     def _shares(self, batch: Collected, num_ranks: int) -> tuple[Shares, int]:
-        """Return a share for each of `num_ranks` ranks, and the number of optimizer steps, the same for any."""
+        """Return a share for each of `num_ranks` ranks, and the number of optimizer steps, which they do not change."""
         sizes = [len(facts.rewards) for facts in batch.groups]
         has_budget = token_budget(self.settings.config.train) is not None
         tokens = [sum(facts.num_tokens) for facts in batch.groups] if has_budget else None
@@ -101,9 +104,9 @@ class PreparePhase:
             )
 
     def _turns(self) -> list[tuple[str, ...]]:
-        """Return the roles that score at the same time, turn by turn. In the last turn the actor works, if it has to.
+        """Return the roles that score at the same time, turn by turn; the actor's turn is the last.
 
-        With old log-probs of an inference role the actor computes nothing, and the last turn is empty.
+        An inference role computes old log-probs in the actor's place, and the last turn is then empty.
         """
         groups = self.groups
         present = [role for role in ("reference", "critic", "inference") if role in groups.models]
@@ -126,14 +129,12 @@ class PreparePhase:
                 )
             elif role != "actor" or policy.needs_old_log_probs:
                 group = groups.models[role]
+                arguments = self._for_ranks(group, shares), policy.score, policy.temperature
                 how = policy.objective.divergence if role == "reference" else None
-                if how is not None:
-                    started[role] = group.start_scatter_and_keep(
-                        ModelWorker.teach, self._for_ranks(group, shares), policy.score, policy.temperature, how
-                    )
-                    continue
-                started[role] = group.start_scatter_and_keep(
-                    ModelWorker.score, self._for_ranks(group, shares), policy.score, policy.temperature
+                started[role] = (
+                    group.start_scatter_and_keep(ModelWorker.score, *arguments)
+                    if how is None
+                    else group.start_scatter_and_keep(ModelWorker.teach, *arguments, how)
                 )
         return {role: as_arguments(pending.result()[:: self.num_model_parallel]) for role, pending in started.items()}
 
@@ -183,7 +184,7 @@ class UpdatePhase:
 
 @dataclass(frozen=True)
 class SyncPhase:
-    """Pushes weights to the engines under a new version, and has the canary judge what they compute from them."""
+    """Pushes weights to the engines under a new version, and has the canary judge their log-probs."""
 
     pusher: Pusher
     state: RlState

@@ -2,9 +2,11 @@
 
 None holds state: an engine's weights are the trainer's, and a sample that is requested again from the same
 weights comes out the same. So a synchronous run continues bit for bit as if nothing had happened, unless processes
-die faster than rollouts finish. A host sends the requests of a dead engine to the others, and to its replacement after
-that has proved that it holds the weights, and not before it has a lease if it shares devices: a push leaves it without
-its KV cache. What a dead host had open begins again, with the weights of that moment.
+die faster than rollouts finish.
+
+A host sends the requests of a dead engine to the others. The replacement gets requests once it has proved that it holds
+the weights; if it shares devices, only in the next lease of the rollout, because a push leaves it without its KV cache.
+What a dead host had open begins again, with the weights of that moment.
 """
 
 from __future__ import annotations

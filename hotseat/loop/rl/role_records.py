@@ -86,14 +86,14 @@ class LaunchContext:
 class RoleRecord:
     """Way in which the processes of a role are made, started and replaced.
 
-    worker: returns their class and its arguments. is_present: by default, if the config has a role of this name.
-    processes: returns their places, for processes without devices; by default those of the plan. serves_hosts: a call
-    of every rollout host waits in each process. warms_up: see `LaunchContext.warms_models_up`. is_offloaded_first: the
-    parts that the plan ever offloads leave the device as soon as the role has started.
+    worker: returns their class and its arguments. is_present: tells whether a run has the role; None: by its config.
+    processes: returns their places if they have no devices; None: those of the plan. serves_hosts: every rollout host
+    has a call that waits in each process. warms_up: see `LaunchContext.warms_models_up`. is_offloaded_first: the parts
+    that the plan ever offloads leave the device as soon as the role has started.
 
-    replaced_as: what messages call a process, where one that died is replaced: it held nothing that others lack. None:
-    all processes of the role are restarted, and the run goes back to its checkpoint (`group_restarts.py`). connect: to
-    be called with the ranks of new processes before they work.
+    replaced_as: what messages call a process of a role without state, of which a dead one alone is replaced
+    (`recovery.py`). None: all processes of the role are restarted, and the run goes back to its checkpoint
+    (`group_restarts.py`). connect: called with the ranks of new processes before they work.
     """
 
     name: str

@@ -18,7 +18,7 @@ from hotseat.loop.workers.model_workers import ModelWorker, PolicySettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.planning.budgets import Use, smallest, uses
 from hotseat.types import Prompt
-from hotseat.user_functions import own_function
+from hotseat.user_functions import user_function
 
 NONE_SERVED = -1  # `RlState.version` before the first push
 
@@ -38,7 +38,7 @@ class RlState:
         return cls(
             PromptOrder(*facts, is_shuffled=config.data.shuffle)
             if sampler is None
-            else SampledOrder(own_function(sampler), *facts),
+            else SampledOrder(user_function(sampler), *facts),
             _initial_kl(config),
         )
 

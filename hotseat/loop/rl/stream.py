@@ -1,4 +1,7 @@
-"""Sources of the groups that the loop learns from, step by step: sampled on demand, or read from a recorded run."""
+"""Sources of the groups that each step learns from: sampled on demand here, or read from a recorded run.
+
+`overlapped.py` has the third source: groups that were sampled ahead of training.
+"""
 
 from __future__ import annotations
 
@@ -81,19 +84,18 @@ class SynchronousStream(Stream):
     run_state: RlState
     samples: SampleLog
     prompts: Sequence[Prompt]
-    record: Arrivals
-    # Of the batch that was sampled last: order of prompts before it, restarts of hosts by its end, and its step.
-    _order_before: dict[str, Any] = field(default_factory=dict, init=False)
-    _num_host_restarts: int = field(default=0, init=False)
-    _step: int = field(default=0, init=False)
-    _unfinished: Collected = field(default=NOTHING, init=False)  # groups so far of a step that is being sampled
+    arrivals: Arrivals
+    _step: int = field(default=0, init=False)  # that is sampled now, or was last
+    _order_before: dict[str, Any] = field(default_factory=dict, init=False)  # state of the prompts' order before it
+    _num_host_restarts: int = field(default=0, init=False)  # when its batch was complete: more since have lost groups
+    _unfinished: Collected = field(default=NOTHING, init=False)  # its groups so far
 
     def take(self, step: int) -> Collected:
         """Sample and score the groups of a step. If that stops the run, record what became of its samples."""
         faults.reach("generation.before")
         self._order_before, self._step = self.run_state.order.state(), step
         batch = self._sample_until_done()
-        self.record.taken(step, batch)
+        self.arrivals.taken(step, batch)
         return batch
 
     def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
@@ -122,7 +124,7 @@ class SynchronousStream(Stream):
                 f"{folder} holds {len(state['tickets'])} groups that were sampled ahead of training, and"
                 " overlap.staleness is 0 now: resume with the overlap that it was saved with"
             )
-        self.record.restored(step, None)
+        self.arrivals.restored(step, None)
 
     def _sample_until_done(self) -> Collected:
         try:
@@ -134,7 +136,7 @@ class SynchronousStream(Stream):
         return batch
 
     def _sample_again(self, batch: Collected) -> Collected:
-        """Sample the groups of a batch again. Which ones were complete first is settled: time does not choose anew."""
+        """Sample the groups of a batch again: the same ones, whichever would be complete first this time."""
         config = self.runner.settings.config
         keys = [facts.key for facts in batch.all_groups]
         jobs = [Job(self.prompts[index], epoch, config.rollout.samples_per_prompt) for epoch, index in keys]
@@ -148,7 +150,7 @@ class SynchronousStream(Stream):
         return replace(batch, groups=tuple(again[facts.key] for facts in batch.groups), dropped=dropped)
 
     def _given_up(self, jobs: Sequence[Job], answered: Sequence[GroupFacts]) -> list[GivenUp]:
-        """Return the jobs that were not waited for, with what their hosts know of them: one may have died since."""
+        """Return the jobs that were not waited for, each with what its host reports, if that is still alive."""
         keys = {facts.key for facts in answered}
         rest = [job for job in jobs if job.key not in keys]
         known = {each.key: each for each in self.runner.groups.hosts.given_up()} if rest else {}

@@ -147,7 +147,7 @@ class Tickets:
         return [facts.key for facts in (*self._facts.values(), *dropped)]
 
     def state(self) -> dict[str, Any]:
-        """Return the pacer, the prompts of its tickets, and what has come since the last batch, as JSON."""
+        """Return the pacer, the prompts of its tickets, and arrivals since the last batch, as JSON."""
         return {
             "pacer": self.pacer.state(),
             "tickets": [[ticket, *key] for key, ticket in self._tickets.items()],

@@ -119,7 +119,7 @@ class CheckpointStore:
         num_ranks: Mapping[str, int] = MappingProxyType({}),
         when_current: AbstractContextManager[None] | None = None,
     ) -> Path:
-        """Make what was written since `begin` the current checkpoint, then delete old ones.
+        """Make the checkpoint written since `begin` the current one, then delete old ones.
 
         num_ranks: the number of ranks that wrote into each folder of the checkpoint. Raises if a file of any is not
         there. when_current: context in which it becomes current; if it raises, there is no checkpoint.
@@ -383,3 +383,8 @@ def file_facts(path: Path) -> dict[str, Any]:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
         return {"bytes": file.tell(), "hash": digest.hexdigest()}
+
+
+def shown_bytes(number: int) -> str:
+    """Return a size for people to read."""
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"

@@ -115,7 +115,7 @@ class RemoteCheckpoints:
         return state
 
     def download(self, step: int, into: CheckpointStore, moved: Callable[[int, int], object]) -> Path:
-        """Download a checkpoint, checked, and make it one of those on disk; return its path there.
+        """Download and verify a checkpoint, add it to those on disk, and return its path.
 
         moved: called with the bytes that are here and with all of them.
         """
@@ -235,7 +235,7 @@ class RemoteCheckpoints:
         return True
 
     def prune(self) -> list[int]:
-        """Delete checkpoints that are not kept, and what is left of others; return the steps of the deleted."""
+        """Delete checkpoints that are not kept, and remains of others; return the steps of the deleted."""
         self._check_owner()
         folders = self._folders()
         complete = _steps(folders)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import copy
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -18,11 +15,13 @@ from hotseat import faults, interrupts
 from hotseat.config import Config, to_saved
 from hotseat.config.changes import NUM_STEPS, Change, changes_between
 from hotseat.config.hiding import has_secrets
-from hotseat.errors import CheckpointError, DeadlineError, HotseatError, StoreError, UserError
-from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint
+from hotseat.errors import CheckpointError, HotseatError, StoreError, UserError
+from hotseat.loop.state.background_save import BackgroundSave
+from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint, shown_bytes
 from hotseat.loop.state.remote_checkpoints import RemoteCheckpoints
+from hotseat.loop.state.remote_copies import RemoteCopies
 from hotseat.loop.state.run_dir import sole_owner, write_config
-from hotseat.loop.state.uploads import SHOW_EVERY_S, Say, Uploader
+from hotseat.loop.state.uploads import Say
 from hotseat.machine import available_bytes
 from hotseat.observe import Journal
 from hotseat.processes import kept_driver
@@ -36,8 +35,6 @@ MODEL, CRITIC = "model", "critic"  # folders of a run or a checkpoint that hold 
 _ROOM_FOR_A_COPY = 2
 # Wait for a background save when a run fails: long enough to be worthwhile, short enough not to delay the error much.
 _LAST_WAIT_S = 30.0
-# Wait for uploads at the end of a run, while not a byte moves.
-_LONGEST_STALL_S = 600.0
 # Limits on checkpoints that are made by default: they take at most one part in _TIME_PARTS of a run's time, and one
 # part in _DISK_PARTS of the free disk.
 _TIME_PARTS, _DISK_PARTS = 20, 2
@@ -67,7 +64,7 @@ def critic_folder(model: Path) -> Path:
 
 
 def for_ranks(path: Path) -> str:
-    """Return a path as ranks get it: on a cluster that was there before, their working directory is another one."""
+    """Return a path for ranks: absolute, because on an existing cluster they have another working directory."""
     return str(path.absolute())
 
 
@@ -111,13 +108,12 @@ class Saver:
             max_bytes=None if section.max_gib is None else int(section.max_gib * 2**30),
             is_private=has_secrets(config),
         )
-        self._remote: RemoteCheckpoints | None = None
-        self._uploads: Uploader | None = None
+        self._copies: RemoteCopies | None = None
         if section.url is not None:
-            self._remote = RemoteCheckpoints(
+            remote = RemoteCheckpoints(
                 section.url, run=run_dir.name, keep_last=self._store.keep_last, max_bytes=self._store.max_bytes
             )
-            self._uploads = Uploader(self._remote, self._store)
+            self._copies = RemoteCopies(remote, self._store, clock)
 
     def find(
         self, stack: ExitStack, say: Callable[[str], object], show: Callable[[str], object] = str
@@ -135,9 +131,9 @@ class Saver:
             stack.enter_context(sole_owner(self._store.directory))
         for name in self._store.clean():
             say(f"{name} was not finished, and is removed")
-        if self._remote is not None:
+        if self._copies is not None:
             try:
-                self._begin_remote(self._remote, say, show)
+                self._copies.begin(section.resume, say, show)
             except StoreError as error:
                 if not (kept_driver.restarts and self._store.steps()):
                     raise
@@ -151,7 +147,7 @@ class Saver:
             return None
         checkpoint = self._store.newest()
         if checkpoint is None:
-            where = "" if self._remote is None else f"{self._remote.url}, as "
+            where = "" if self._copies is None else f"{self._copies.url}, as "
             say(f"{where}{self._store.directory} has no checkpoint to resume from: this run starts from its first step")
             return None
         if not (checkpoint.path / BACKEND).is_dir():
@@ -169,83 +165,18 @@ class Saver:
         tell(saved=checkpoint.step)
         return checkpoint
 
-    def _begin_remote(
-        self, remote: RemoteCheckpoints, say: Callable[[str], object], show: Callable[[str], object]
-    ) -> None:
-        """Download the newest checkpoint to resume from, if it is not here; and have no other process upload more."""
-        steps, here = remote.steps(), self._store.steps()
-        if steps and not self._config.checkpoint.resume:
-            raise UserError(
-                f"{remote.url} holds checkpoints of another run: set checkpoint.resume=true to resume from them, or"
-                " checkpoint.path to another place"
-            )
-        if steps and not (here and here[-1] >= steps[-1]):
-            self._download(remote, steps[-1], say, show)
-        remote.take_over()
-        if self._store.is_private:
-            say(f"warning: the config has secrets, and is part of each checkpoint: who can read {remote.url} has them")
-
-    def _download(
-        self, remote: RemoteCheckpoints, step: int, say: Callable[[str], object], show: Callable[[str], object]
-    ) -> None:
-        shown_s = self._clock()
-
-        def moved(num_bytes: int, total: int) -> None:
-            nonlocal shown_s
-            if self._clock() - shown_s >= SHOW_EVERY_S:
-                shown_s = self._clock()
-                show(f"downloading the checkpoint of step {step}: {_bytes(num_bytes)} of {_bytes(total)}")
-
-        show(f"downloading the checkpoint of step {step} from {remote.url}")
-        started_s = self._clock()
-        path = remote.download(step, self._store, moved)
-        seconds = self._clock() - started_s
-        say(f"downloaded {remote.url}/{path.name}: {_bytes(self._store.size(step))} in {seconds:.1f} s")
-
-    @contextmanager
-    def uploading(self, say: Say, show: Callable[[str], object]) -> Iterator[None]:
-        """Upload checkpoints to their URL, if they have one, in the background inside the context; then finish that.
-
-        After an error uploads are awaited for as long as they move, and after an interrupt not at all, unless the run
-        has stopped in order.
-        """
-        uploads = self._uploads
-        if uploads is None:
-            yield
-            return
-        uploads.start(say)
-        try:
-            yield
-            self._finish_uploads(uploads, say, show, _LONGEST_STALL_S)
-        except KeyboardInterrupt:
-            if self.phase == "stopped":
-                self._finish_uploads(uploads, say, show, _LONGEST_STALL_S)
-            raise
-        except BaseException:
-            self._finish_uploads(uploads, say, show, _LAST_WAIT_S)
-            raise
-        finally:
-            uploads.close()
-
-    def _finish_uploads(self, uploads: Uploader, say: Say, show: Callable[[str], object], stall_s: float) -> None:
-        if uploads.finish(stall_s, show):
-            if uploads.last_step is not None:
-                say(f"checkpoint of step {uploads.last_step}: {self._config.checkpoint.url}")
-            return
-        newest = self.last_step()
-        if newest is not None and newest != uploads.last_step:
-            say(
-                f"the checkpoint of step {newest} is in {self._store.path(newest)}, and not in"
-                f" {self._config.checkpoint.url}: {uploads.error or 'there was no answer'}; a resumed run uploads it",
-                kind="warning",
-            )
+    def uploading(self, say: Say, show: Callable[[str], object]) -> AbstractContextManager[None]:
+        """Upload checkpoints to their URL, if they have one, inside the context; see `RemoteCopies.uploading`."""
+        if self._copies is None:
+            return nullcontext()
+        return self._copies.uploading(say, show, self.last_step, lambda: self.phase == "stopped")
 
     def upload_facts(self) -> Mapping[str, Any] | None:
-        """Return what is known of uploads; None if checkpoints have no URL."""
-        return None if self._uploads is None else self._uploads.facts()
+        """Return facts about uploads; None if checkpoints have no URL."""
+        return None if self._copies is None else self._copies.facts()
 
     def keep(self, config: Config) -> None:
-        """Use a config that the run has changed: write it to the run directory, and to later checkpoints."""
+        """Use from now on a config that the run has changed: in the run directory and in later checkpoints."""
         self._config = config
         write_config(self._run_dir, config)
 
@@ -292,9 +223,9 @@ class Saver:
         return self._clock() - self._saved_s >= least_s
 
     def stop_when_finished(self) -> str | None:
-        """Have the run end once it has saved what it does now, and return what that is; None if it cannot, or will.
+        """Have the run end once its current work is saved, and return what that is, for the user.
 
-        A signal calls this at any moment.
+        None: there is nothing to save, or the run was asked before. A signal calls this at any moment.
         """
         if self.is_stopping or not (self.phase == "exporting" or (self.phase == "training" and self.can_save)):
             return None
@@ -362,7 +293,7 @@ class Saver:
     def save_if_due(
         self, step: int, source: CheckpointSource, evaluation: Mapping[str, float], journal: Journal, is_stopping: bool
     ) -> Path | None:
-        """Save if due; return the path of the checkpoint, which may still be being written, or None."""
+        """Save if due; return the path of the checkpoint, which a thread may still be writing, or None."""
         if self._background_save is not None and self._background_save.done.done():
             self.wait()
         if not self.is_due(step, is_stopping):
@@ -397,7 +328,7 @@ class Saver:
             return True
         if not self._warned_of_room:
             journal.say(
-                f"no checkpoint is made: it takes {_bytes(num_bytes)}, and {_bytes(free)} are free; set"
+                f"no checkpoint is made: it takes {shown_bytes(num_bytes)}, and {shown_bytes(free)} are free; set"
                 " checkpoint.path to a larger disk and checkpoint.every, or checkpoint.every_minutes to 0",
                 kind="warning",
             )
@@ -411,17 +342,15 @@ class Saver:
     def finish(self, say: Callable[[str], object]) -> None:
         """Name the last checkpoint and its size at the end of a run, or delete what `keep_final` does not keep."""
         if not self._config.checkpoint.keep_final:
-            if self._uploads is not None and self._remote is not None:
-                self._uploads.finish(_LONGEST_STALL_S, say)
-                self._uploads.close()
-                self._remote.delete_all(but_with=MODEL)
+            if self._copies is not None:
+                self._copies.delete_all(MODEL, say)
             deleted = self._store.delete_all(but_with=MODEL)
             if deleted:
                 say(f"checkpoints deleted (checkpoint.keep_final is false): {', '.join(map(str, deleted))}")
             return
         step = self.last_step()
         if step is not None:
-            size = _bytes(self._store.size(step))
+            size = shown_bytes(self._store.size(step))
             say(
                 f"checkpoint: {self._store.path(step)}, {size}; the run can be extended from it"
                 " (checkpoint.keep_final=false deletes it)"
@@ -437,7 +366,7 @@ class Saver:
     def metrics(self) -> dict[str, float]:
         """Return the seconds that saves held up the run since the last call, if there was a save, and uploads."""
         seconds, self._stood_still_s = self._stood_still_s, None
-        figures = {} if self._uploads is None else dict(self._uploads.metrics())
+        figures = {} if self._copies is None else dict(self._copies.metrics())
         return figures if seconds is None else {"time/save": seconds, **figures}
 
     def save(self, step: int, source: CheckpointSource, evaluation: Mapping[str, float]) -> Path:
@@ -490,8 +419,8 @@ class Saver:
     ) -> Path:
         path = self._store.commit(step, state, num_ranks, when_current)
         tell(saved=step, in_vain=0)
-        if self._uploads is not None:
-            self._uploads.wake()
+        if self._copies is not None:
+            self._copies.wake()
         return path
 
     def _saves_in_background(self, num_bytes: int) -> bool:
@@ -535,7 +464,7 @@ class Saver:
 
     @contextmanager
     def exporting(self) -> Iterator[None]:
-        """Enclose the export of the model, which completes the run. Ends by KeyboardInterrupt if it was to stop."""
+        """Enclose the export of the model, which completes the run. Then raises KeyboardInterrupt if a signal came."""
         self.phase = "exporting"
         try:
             yield
@@ -568,10 +497,6 @@ class Saver:
                 self.phase = "idle"  # a step that failed is not finished
 
 
-def _bytes(number: int) -> str:
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
-
-
 def _best(name: str | None, evaluation: Mapping[str, float]) -> float | None:
     if name == "none" or not evaluation:
         return None
@@ -581,75 +506,3 @@ def _best(name: str | None, evaluation: Mapping[str, float]) -> float | None:
     if value is None:
         raise UserError(f"checkpoint.best_metric {name!r} was not measured; there are {', '.join(evaluation)}")
     return -value if name.endswith("loss") else value
-
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-
-
-class BackgroundSave:
-    """Checkpoint that a thread completes while the run continues.
-
-    The thread calls `is_written` until the ranks have written their shares, then `commit`, which makes the checkpoint
-    current inside the context that it is passed. It ends with the error of either, or when it is given up: then the
-    checkpoint is current already, or never will be.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        is_written: Callable[[], bool],
-        commit: Callable[[AbstractContextManager[None]], object],
-        timeout_s: float,
-    ):
-        self.step = step
-        self.done: Future[None] = Future()
-        self._is_written = is_written
-        self._commit = commit
-        self._timeout_s = timeout_s
-        self._is_given_up = threading.Event()
-        self._current = threading.Lock()  # held while the checkpoint becomes current, or is given up
-        threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=True).start()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the checkpoint is complete. Raises if it failed or is late."""
-        concurrent.futures.wait([self.done], timeout=timeout_s)
-        if not self.done.done():
-            raise self._late(timeout_s)
-        self.done.result()
-
-    def give_up(self) -> None:
-        """Stop waiting for the ranks, and commit nothing unless it is done."""
-        with self._current:
-            self._is_given_up.set()
-
-    @contextmanager
-    def _unless_given_up(self) -> Iterator[None]:
-        with self._current:
-            if self._is_given_up.is_set():
-                raise CheckpointError(f"the checkpoint of step {self.step} was given up")
-            yield
-
-    def _run(self) -> None:
-        try:
-            if self._wait_for_ranks():
-                self._commit(self._unless_given_up())
-        except BaseException as error:  # torch raises errors that are no `Exception`; `wait` raises them again
-            self.done.set_exception(error)
-        else:
-            self.done.set_result(None)
-
-    def _wait_for_ranks(self) -> bool:
-        until, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
-        while not self._is_written():
-            if time.monotonic() > until:
-                raise self._late(self._timeout_s)
-            if self._is_given_up.wait(pause_s):
-                break
-            pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
-        return not self._is_given_up.is_set()
-
-    def _late(self, timeout_s: float) -> DeadlineError:
-        return DeadlineError(
-            f"the checkpoint of step {self.step} was not written in {timeout_s:.1f} s: set cluster.call_timeout_s"
-            " higher if the disk takes that long"
-        )

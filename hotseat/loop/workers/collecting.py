@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -13,9 +13,10 @@ from hotseat.agents import AgentHost
 from hotseat.agents.episode_jobs import EpisodeFuture
 from hotseat.errors import RunError
 from hotseat.loop.workers.group_facts import GivenUp, GroupKey, Job
+from hotseat.loop.workers.spool import Finished
 from hotseat.rewards import Score, Scorer
 from hotseat.rewards.scorer import NamedArguments
-from hotseat.types import Episode, Failed, Prompt, SampleKey, Sampling, ScoredEpisode
+from hotseat.types import Episode, Failed, Prompt, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
 
 @dataclass
@@ -52,13 +53,22 @@ class OpenGroup:
             scored.append(score)
         return scored
 
+    def finished(self, scores: Sequence[Score | Failed]) -> Finished:
+        """Return the complete group with these scores for the episodes that the agent did not score."""
+        outcomes = self.scored(scores)
+        samples = tuple(outcome for outcome in outcomes if isinstance(outcome, ScoredEpisode))
+        failures = tuple((at, outcome.reason) for at, outcome in enumerate(outcomes) if isinstance(outcome, Failed))
+        prompt = replace(self.job.prompt, columns=None)  # of no use once the group is scored
+        group = PromptGroup(prompt, samples, len(failures))
+        return Finished(self.job.epoch, group, failures, tuple(self.episode_s), self.scoring_s)
+
 
 @dataclass(frozen=True)
 class Scoring:
-    """Way in which the groups of a collection get their rewards.
+    """Way in which groups get their rewards.
 
-    waits_for_model: a reward model scores them later, or a judge adds to what `scorer` gives. ignores_agents: rewards
-    that agents gave do not count. tokenizer: decodes answers for reward functions that are called by names.
+    tokenizer: decodes answers for reward functions that are called with named arguments. waits_for_model: a reward
+    model scores groups later, or a judge adds to the scores of `scorer`. ignores_agents: those of agents do not count.
     """
 
     scorer: Scorer | None
@@ -164,7 +174,7 @@ def _score(group: OpenGroup, scoring: Scoring) -> Future[Any]:
 
 
 def submit_group(scorer: Scorer, group: OpenGroup, tokenizer: Any) -> Future[list[Score | Failed]]:
-    """Submit the episodes of a complete group that have no reward of their agent's own."""
+    """Submit the episodes of a complete group that their agent did not score."""
     prompt, episodes = group.job.prompt, group.episodes
     return scorer.submit(
         [episode.query for episode in episodes],

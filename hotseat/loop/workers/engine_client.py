@@ -129,7 +129,7 @@ class EngineClient:
         self._listening[request_id] = when_sampled
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests: their completions have what was sampled so far. Called in the event loop."""
+        """End requests: their completions have the tokens sampled so far. Called in the event loop."""
         for name in request_ids:
             for waiting in self._in_flight.values():
                 if name in waiting:

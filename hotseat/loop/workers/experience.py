@@ -35,7 +35,7 @@ from hotseat.loop.workers.losses import (
 )
 from hotseat.train.packing import balance, take
 from hotseat.types import GIVEN_VERSION, MicroBatch, Prompt, PromptGroup, ScoredEpisode
-from hotseat.user_functions import is_own, own_function
+from hotseat.user_functions import is_user_function, user_function
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ def with_advantages(
     estimator = settings.estimator
     starts = starts_of_steps(groups, batch, settings.time_step)
     advantages = compute_advantages(
-        own_function(estimator) if is_own(estimator) else estimator,
+        user_function(estimator) if is_user_function(estimator) else estimator,
         batch.layout,
         rewards.to(torch.float32),
         groups=group_ids,

@@ -20,7 +20,7 @@ from hotseat.extensions import load
 from hotseat.registry.policy_losses import policy_loss_entry
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch
-from hotseat.user_functions import is_own, own_function
+from hotseat.user_functions import is_user_function, user_function
 
 # Fields of a micro-batch of experience, [num_tokens] each.
 ADVANTAGES = "advantages"
@@ -163,7 +163,7 @@ class PolicyObjective:
             options["starts"] = _ratio_starts(batch)
         if entry.has_episode_ratio:
             options["ratio_base_log_probs"] = batch.fields[ROLLOUT_LOG_PROBS] if self.ratio_to == "rollout" else None
-        function = own_function(self.policy_loss) if is_own(self.policy_loss) else load(entry.function)
+        function = user_function(self.policy_loss) if is_user_function(self.policy_loss) else load(entry.function)
         advantages, takes_mask = batch.fields[ADVANTAGES], entry.takes_mask
         return call_policy_loss(function, log_probs, old, advantages, batch.layout, takes_mask=takes_mask, **options)
 

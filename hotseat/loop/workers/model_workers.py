@@ -10,7 +10,7 @@ import itertools
 import operator
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from hotseat.cluster.activity import activity
 from hotseat.errors import DeviceMemoryError, RunError
 from hotseat.loop.devices.held_memory import DeviceWorker, device_of_process, release_cache_here
 from hotseat.loop.workers import experience
+from hotseat.loop.workers.by_sample import BySample, TeacherScores, by_sample, given_by_teacher, in_order
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher, too_large
 from hotseat.loop.workers.experience import AdvantageSettings, Share
 from hotseat.loop.workers.exports import Origin, begin_export, finish_export
@@ -50,40 +51,6 @@ from hotseat.weights.transfer import BUCKET_BYTES, Receiver, Sender
 from hotseat.weights.transports import Transport
 
 _CANARY_TOKENS = 4096  # in one forward, unless a single sequence is longer
-
-
-class BySample(dict[str, list[Tensor]]):
-    """Values of tokens by sample id: a tensor [num_tokens] for each segment."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle all segments as one flat array: they are views, and each would be pickled with the bytes of all."""
-        segments = [segment for each in self.values() for segment in each]
-        lengths = {name: [len(segment) for segment in each] for name, each in self.items()}
-        flat = torch.cat(segments) if segments else None
-        is_bf16 = flat is not None and flat.dtype == torch.bfloat16  # which numpy has not: its bits travel
-        if flat is not None and is_bf16:
-            flat = flat.view(torch.int16)
-        return _rebuild_by_sample, (lengths, None if flat is None else flat.numpy(), is_bf16)
-
-
-def _rebuild_by_sample(lengths: Mapping[str, list[int]], flat: Any, is_bf16: bool = False) -> BySample:
-    sizes = [length for each in lengths.values() for length in each]
-    whole = None if flat is None else torch.from_numpy(flat.copy())
-    if whole is not None and is_bf16:
-        whole = whole.view(torch.bfloat16)
-    segments = iter(() if whole is None else whole.split(sizes))
-    return BySample({name: [next(segments) for _ in each] for name, each in lengths.items()})
-
-
-class TeacherScores(BySample):
-    """Log-probs of tokens by sample id, and beside them what a teacher gave. fields: by name, as `BySample`."""
-
-    def __init__(self, log_probs: Mapping[str, list[Tensor]], fields: Mapping[str, BySample]):
-        super().__init__(log_probs)
-        self.fields = fields
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TeacherScores, (BySample(self), dict(self.fields))
 
 
 @dataclass(frozen=True)
@@ -155,11 +122,11 @@ class BackendWorker(DeviceWorker):
         return self._backend.saved_bytes()
 
     def begin_export(self, folder: str) -> str:
-        """Make the folder to write a model into that will go to `folder`. On the rank that writes it."""
+        """Make and return the folder to write a model into, which moves to `folder` later. On the rank that writes."""
         return str(begin_export(Path(folder)))
 
     def finish_export(self, writing: str, folder: str, more: Mapping[str, bytes], origin: Origin) -> None:
-        """Put a model that was written into place, with further files. On the rank that wrote it."""
+        """Move a model from `writing` to `folder`, with further files. On the rank that wrote it."""
         finish_export(Path(writing), Path(folder), more, origin)
 
     def drop_export(self, writing: str) -> None:
@@ -227,7 +194,7 @@ class ModelWorker(BackendWorker):
 
     def score_canary(self, canary: Canary) -> list[float]:
         """Return log-probs of the canary's sampled tokens. Collective; every rank scores all of them."""
-        # One tensor of each kind, cut: making a thousand small ones takes noticeable time in every push.
+        # One large tensor of each kind is split: making a thousand small ones takes noticeable time in every push.
         lengths = [len(sequence) for sequence in canary.sequences]
         token_ids = torch.tensor([token for sequence in canary.sequences for token in sequence])
         mask = torch.ones(len(token_ids), dtype=torch.bool)
@@ -235,8 +202,8 @@ class ModelWorker(BackendWorker):
             mask.numpy()[end - length : end - length + start] = False
         names = [f"canary {index}" for index in range(len(lengths))]
         batch = MicroBatch.from_segments(token_ids.split(lengths), mask.split(lengths), names, images=canary.images)
-        most = min(_CANARY_TOKENS, self._cutter.lowered().get("rollout", _CANARY_TOKENS))
-        pieces = split_by_tokens(batch, max([most, *map(len, canary.sequences)]))
+        max_tokens = min(_CANARY_TOKENS, self._cutter.lowered().get("rollout", _CANARY_TOKENS))
+        pieces = split_by_tokens(batch, max([max_tokens, *map(len, canary.sequences)]))
         scored = by_sample(pieces, self._backend.log_probs(pieces, canary.temperature))
         return canary.sampled([scored[name][0].tolist() for name in batch.sample_ids])
 
@@ -313,9 +280,9 @@ class ActorWorker(ModelWorker):
     ) -> None:
         """Turn this rank's groups into the batches of the optimizer steps to come. Collective.
 
-        `reference`, `critic`: log-probs and values of all samples from the ranks of these roles; empty where there is
-        no such role. `old`: log-probs of the policy before the update; empty: this computes them, if they are needed.
-        `record`: ids of samples, of any rank, whose tokens `recorded` returns.
+        reference, critic: log-probs and values of all samples from the ranks of these roles; empty: there is no such
+        role. old: log-probs of the policy before the update; empty: computed here if the settings need them.
+        record: ids of samples, on any rank, whose tokens `recorded` will return.
         """
         groups = experience.groups_of(shares)
         batch = experience.flatten(groups)
@@ -346,7 +313,7 @@ class ActorWorker(ModelWorker):
             self._steps = self._with_correction_scales(settings.objective)
 
     def returns(self) -> BySample:
-        """Return the critic's targets for the prepared samples of this rank, by sample id. They are kept no longer."""
+        """Return the critic's targets for the prepared samples of this rank, by sample id, and drop them here."""
         returns, self._returns = self._returns, BySample()
         return returns
 
@@ -371,11 +338,11 @@ class ActorWorker(ModelWorker):
         return reports
 
     def recorded(self) -> dict[str, list[TokenRecord]]:
-        """Return the token records of the samples to record that this rank has, one per segment."""
+        """Return token records of the samples of this rank that `prepare` was asked to record, one per segment."""
         return {} if self._recorder is None else self._recorder.tokens
 
     def _start_recording(self, batch: MicroBatch, settings: PolicySettings, record: Sequence[str]) -> Recorder:
-        """Score samples with the weights that sampled them, before the update, to compare with the engine's scores."""
+        """Score samples before the update: the weights are those that sampled them, so engine and trainer compare."""
         segments = [index for index, name in enumerate(batch.sample_ids) if name in record]
         chosen = take(batch, segments)
         if OLD_LOG_PROBS in batch.fields:
@@ -467,16 +434,6 @@ class ActorWorker(ModelWorker):
         ]
 
 
-def by_sample(pieces: Sequence[MicroBatch], scores: Sequence[Tensor]) -> BySample:
-    """Cut each piece's values, [num_tokens], into segments, and return these in order, by sample id."""
-    segments_of = BySample()
-    for piece, values in zip(pieces, scores, strict=True):
-        segments = values.split((piece.offsets[1:] - piece.offsets[:-1]).tolist())
-        for name, segment in zip(piece.sample_ids, segments, strict=True):
-            segments_of.setdefault(name, []).append(segment)
-    return segments_of
-
-
 def _with_gradient(batch: MicroBatch, objective: PolicyObjective) -> MicroBatch:
     """Leave out samples whose loss has no gradient. One sample stays in any case, since the optimizer steps anyway."""
     chosen = objective.samples_with_gradient(batch)
@@ -485,17 +442,3 @@ def _with_gradient(batch: MicroBatch, objective: PolicyObjective) -> MicroBatch:
     if not chosen:
         chosen = [index for index, name in enumerate(batch.sample_ids) if name == batch.sample_ids[0]]
     return take(batch, chosen)
-
-
-def given_by_teacher(batch: MicroBatch, scores: Sequence[BySample]) -> dict[str, Tensor]:
-    """Return the fields of a batch with what a teacher gave on any number of ranks; none if it gave log-probs alone."""
-    by_rank = [each.fields for each in scores if isinstance(each, TeacherScores)]
-    names = dict.fromkeys(name for fields in by_rank for name in fields)
-    return {name: in_order(batch, [fields[name] for fields in by_rank if name in fields]) for name in names}
-
-
-def in_order(batch: MicroBatch, values: Iterable[BySample]) -> Tensor:
-    """Join what `by_sample` cut, on any number of ranks, in the order of the batch: [num_tokens]."""
-    segments = {name: iter(each) for rank in values for name, each in rank.items()}
-    pieces = [next(segments[name]) for name in batch.sample_ids]
-    return torch.cat(pieces) if pieces else torch.zeros(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests, engines_of_host
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.group_facts import EVALUATION, Fetched, GivenUp, GroupFacts, GroupKey, Job
+from hotseat.loop.workers.group_store import GroupStore
 from hotseat.loop.workers.host_settings import HostSettings, make_agent, make_eval_scorer, make_scorer
 from hotseat.loop.workers.hosted_code import HostedCode
 from hotseat.loop.workers.records import SampleRecord, record_of
@@ -31,7 +32,7 @@ from hotseat.loop.workers.simulation import Player
 from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.loop.workers.waiting_groups import WaitingGroups
 from hotseat.rewards import Score
-from hotseat.types import Failed, MicroBatch, Moved, PromptGroup, SampleKey, Sampling, ScoredEpisode
+from hotseat.types import Failed, MicroBatch, Moved, SampleKey, Sampling
 
 # What a host adds to the share of one rank: groups, the optimizer step of each of their samples, and the positions of
 # these groups among all of the rank's; empty: it has no others.
@@ -57,9 +58,8 @@ class RolloutHost(DeviceWorker):
         self._eval_reward = make_eval_scorer(settings.scorers)
         self._tokenizer = tokenizer
         self._waiting = WaitingGroups(tokenizer, settings.reward_tokenizer, settings.scorers.judge)
-        self._groups: dict[GroupKey, PromptGroup] = {}
         kept = None if settings.kept_rollouts is None else Path(settings.kept_rollouts)
-        self._spool = None if settings.spool is None else Spool(Path(settings.spool), kept)
+        self._store = GroupStore(None if settings.spool is None else Spool(Path(settings.spool), kept))
         self._changed = threading.Condition()  # the lock of what follows
         self._finished: list[GroupFacts] = []  # to be fetched
         self._to_be_scored: list[OpenGroup] = []  # by a reward model, after those in `_waiting`
@@ -143,14 +143,14 @@ class RolloutHost(DeviceWorker):
                 self._collection.collecting.interrupt(lost)
 
     def collect(self, jobs: Sequence[Job], sampling: Sampling, num_needed: int | None = None) -> list[GroupFacts]:
-        """Answer and score every job. A group is scored as soon as it is complete, while others are still generated.
+        """Have every job answered and scored, and return the facts of the groups in the order of the jobs.
 
-        Where a reward model scores, this returns nothing yet: `take_rewards` returns the facts. With a judge on engines
-        of its own, `judge` returns them.
+        A group is scored as soon as it is complete, while others are still generated. Where a reward model or a judge
+        on engines of its own scores, this returns nothing, and `take_rewards` or `judge` returns the facts later.
+
         num_needed: how many groups are enough, those that are complete first. The others go on until the host is
-        connected anew; `given_up` has them.
-        Raises if no engine is left; called again, it continues what is in progress. What was answered for an earlier
-        call is not sampled again before `forget`.
+        connected anew; `given_up` has them. Raises if no engine is left. A repeated call continues what is in progress,
+        and samples nothing again that was answered since the last `forget`.
         """
         scoring = self._scoring(is_evaluation=jobs[0].epoch == EVALUATION)
         collection = self._collect(jobs, sampling, scoring)
@@ -158,12 +158,12 @@ class RolloutHost(DeviceWorker):
         keys, num_needed = {job.key for job in jobs}, len(jobs) if num_needed is None else num_needed
         while self._take_next(collection, keys, num_needed):
             pass
-        first = set([key for key in groups if key in keys][:num_needed])  # in the order in which they were complete
+        first = set([key for key in groups if key in keys][:num_needed])  # `groups` is in the order of completion
         self._given_up = [group.given_up for key, group in collection.collecting.open.items() if key in keys]
         jobs = [job for job in jobs if job.key in first]
         if scoring.waits_for_model:
             with self._changed:
-                # They come after this evaluation; those of an evaluation that is repeated are of no use.
+                # Groups of training are scored after this evaluation; an evaluation that is repeated replaces its own.
                 ahead = [group for group in self._waiting.groups if group.job.epoch != EVALUATION]
                 self._to_be_scored = ahead + self._to_be_scored
                 self._waiting.groups = [groups[job.key] for job in jobs]
@@ -194,9 +194,10 @@ class RolloutHost(DeviceWorker):
         return collection
 
     def _take_next(self, collection: _Collection, keys: set[GroupKey], num_needed: int) -> bool:
-        """Wait for a group if not enough of these are answered. Return whether they were not.
+        """Wait for one more group, and return True; or return False if enough of these are answered already.
 
-        An earlier call may still wait for the same groups: its caller has not, since another host died meanwhile.
+        The lock is there for an earlier call that still waits for the same groups, though its caller has gone on: it
+        repeats its work when another host has died.
         """
         groups, facts = collection.groups, collection.facts
         with collection.lock:
@@ -207,7 +208,7 @@ class RolloutHost(DeviceWorker):
             group, scores = self._next_of(collection)
             groups[group.job.key] = group
             if scores is not None:
-                facts[group.job.key] = self._finish(group, scores)
+                facts[group.job.key] = self._store.add(group.finished(scores))
                 if len(facts) == 1:
                     faults.reach("evaluation.during" if group.job.epoch == EVALUATION else "group.first")
             return True
@@ -232,7 +233,7 @@ class RolloutHost(DeviceWorker):
 
         What has finished already is not sampled again, nor what is in progress.
         """
-        assert self._spool is not None, "a host without a spool"
+        assert self._store.has_spool, "a host without a spool"
         new = []
         with self._changed:
             serving = self._serving()
@@ -241,7 +242,7 @@ class RolloutHost(DeviceWorker):
             for job in jobs:
                 if job.key in known:
                     continue
-                finished = self._spool.get(job.key)
+                finished = self._store.spooled(job.key)
                 if finished is None:
                     new.append(job)
                 else:
@@ -251,10 +252,11 @@ class RolloutHost(DeviceWorker):
         return [job.key for job in new]
 
     def fetch(self, wait_s: float, at_least: int = 1, *, reports_deaths: bool = True) -> Fetched:
-        """Report groups that have finished, waiting for so many of them at most `wait_s`, or until `hurry` is called.
+        """Report groups that have finished.
 
-        Raises what ended the work on the others, once nothing that has finished is left to report. The death of an
-        engine is raised too, until its replacement rejoins; without `reports_deaths` only if no engine is left.
+        Waits until there are `at_least` so many, for at most `wait_s`, or until `hurry` is called. Once all that have
+        finished are reported, raises the error that ended the work on the others, or the death of an engine whose
+        replacement has not rejoined yet; without `reports_deaths` only if no engine is left.
         """
         assert self._client is not None, "not connected to the engines"
         with self._changed:
@@ -305,7 +307,7 @@ class RolloutHost(DeviceWorker):
                         self._to_be_scored.append(group)
                         self._changed.notify_all()
                     else:
-                        self._keep(self._finished_group(group, scores))
+                        self._keep(group.finished(scores))
                 faults.reach("group.first")
         except Exception as error:
             with self._changed:
@@ -313,22 +315,19 @@ class RolloutHost(DeviceWorker):
                 self._changed.notify_all()
 
     def _keep(self, finished: Finished) -> None:
-        """Write a group to the spool, and then report it. Called under the lock."""
-        assert self._spool is not None
-        self._spool.put(finished)
-        self._groups[finished.key] = finished.group
-        self._finished.append(finished.facts())
+        """Store a group, and then report it. Called under the lock."""
+        self._finished.append(self._store.add(finished))
         self._changed.notify_all()
 
     def _scoring(self, *, is_evaluation: bool) -> Scoring:
-        has_own = is_evaluation and self._eval_reward is not None
+        uses_eval_reward = is_evaluation and self._eval_reward is not None
         judge = self._settings.scorers.judge
         is_model = self._settings.has_reward_model or (judge is not None and judge.engine is not None)
         return Scoring(
-            self._eval_reward if has_own else self._reward,
+            self._eval_reward if uses_eval_reward else self._reward,
             self._tokenizer,
-            waits_for_model=is_model and not has_own,
-            ignores_agents=has_own,
+            waits_for_model=is_model and not uses_eval_reward,
+            ignores_agents=uses_eval_reward,
         )
 
     # --- reward models, and what becomes of groups --------------------------------------------------------------------
@@ -339,49 +338,39 @@ class RolloutHost(DeviceWorker):
 
     def take_rewards(self, rewards: Mapping[str, float]) -> list[GroupFacts]:
         """Complete the groups that waited with the reward model's rewards, by sample id."""
-        return [self._finish(group, scores) for group, scores in self._waiting.take_scored(rewards)]
+        return [self._store.add(group.finished(scores)) for group, scores in self._waiting.take_scored(rewards)]
 
     def judge(self) -> list[GroupFacts]:
         """Have the judge's engines judge the groups that wait; return their facts. Raises the death of an engine."""
-        return [self._finish(group, scores) for group, scores in self._waiting.take_judged()]
+        return [self._store.add(group.finished(scores)) for group, scores in self._waiting.take_judged()]
 
     def change_rewards(self, rewards: Mapping[GroupKey, Sequence[float]]) -> None:
         """Replace the rewards of samples, by group, in the order of its samples."""
-        for key, values in rewards.items():
-            group = self._group(key)
-            samples = [
-                replace(sample, reward=float(reward), score=float(reward))
-                for sample, reward in zip(group.samples, values, strict=True)
-            ]
-            self._groups[key] = replace(group, samples=tuple(samples))
-            if self._spool is not None and (finished := self._spool.get(key)) is not None:
-                self._spool.put(replace(finished, group=self._groups[key]))
+        self._store.change_rewards(rewards)
 
     def shares(self, wanted: Sequence[HostShare]) -> list[Share]:
         """Return groups for ranks, with the optimizer step of each sample."""
         return [
-            Share(tuple(map(self._group, keys)), tuple(map(tuple, steps)), tuple(positions))
+            Share(tuple(map(self._store.group, keys)), tuple(map(tuple, steps)), tuple(positions))
             for keys, steps, positions in wanted
         ]
 
     def forget(self, keys: Sequence[GroupKey]) -> None:
-        for key in keys:
-            self._groups.pop(key, None)
         self._collection = None
-        if self._spool is not None:
-            self._spool.forget(keys)
+        self._store.forget(keys)
 
     def forget_all(self) -> None:
-        """Drop every group, finished or not: the run goes back. The driver restores the spool."""
+        """Drop every group, finished or not: the run goes back to a checkpoint. The driver restores the spool."""
         with self._changed:
-            self._groups, self._finished, self._to_be_scored, self._given_up = {}, [], [], []
+            self._store.clear()
+            self._finished, self._to_be_scored, self._given_up = [], [], []
             self._waiting.groups = []
 
     def sample_records(self, samples: Sequence[SampleKey]) -> list[SampleRecord]:
         """Return records of some samples that this host holds, for people to read."""
         records = []
         for key in samples:
-            group = self._group((key.epoch, key.prompt))
+            group = self._store.group((key.epoch, key.prompt))
             [sample] = [sample for sample in group.samples if sample.episode.key == key]
             records.append(record_of(sample, group.prompt, self._tokenizer))
             if self._player is not None and len(records) <= self._player.num_films:
@@ -425,43 +414,19 @@ class RolloutHost(DeviceWorker):
         random.seed(seed)
         np.random.seed(seed % 2**32)  # not torch's: in process mode the trainer uses it too
 
-    def _finish(self, group: OpenGroup, scores: Sequence[Score | Failed]) -> GroupFacts:
-        finished = self._finished_group(group, scores)
-        self._groups[finished.key] = finished.group
-        if self._spool is not None and finished.epoch != EVALUATION:
-            self._spool.put(finished)
-        return finished.facts()
-
-    def _finished_group(self, group: OpenGroup, scores: Sequence[Score | Failed]) -> Finished:
-        outcomes = group.scored(scores)
-        samples = tuple(outcome for outcome in outcomes if isinstance(outcome, ScoredEpisode))
-        failures = tuple((at, outcome.reason) for at, outcome in enumerate(outcomes) if isinstance(outcome, Failed))
-        job = group.job
-        prompt = replace(job.prompt, columns=None)  # of no use once the group is scored
-        prompt_group = PromptGroup(prompt, samples, len(failures))
-        return Finished(job.epoch, prompt_group, failures, tuple(group.episode_s), group.scoring_s)
-
-    def _group(self, key: GroupKey) -> PromptGroup:
-        """Return a finished group: the process that finished it may have been another than this."""
-        if key not in self._groups and self._spool is not None:
-            finished = self._spool.get(key)
-            assert finished is not None, f"no group {key} was finished"
-            self._groups[key] = finished.group
-        return self._groups[key]
-
 
 @dataclass
 class _Serving:
-    """Work in progress beside training, the groups that it is about, and what ended it."""
+    """Sampling and scoring that go on beside training, for `begin` and `fetch`."""
 
     collecting: Collecting
-    open: set[GroupKey] = field(default_factory=set)
-    error: Exception | None = None
+    open: set[GroupKey] = field(default_factory=set)  # groups that are not finished
+    error: Exception | None = None  # that ended it
 
 
 @dataclass
 class _Collection:
-    """Jobs of `collect` since groups were last forgotten: those that were begun, and what has come of them."""
+    """Jobs of `collect` since the last `forget`, and their results so far."""
 
     collecting: Collecting
     scoring: Scoring

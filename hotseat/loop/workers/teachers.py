@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from hotseat.algorithms.distillation import Divergence
 from hotseat.cluster.activity import activity
 from hotseat.loop.devices.held_memory import device_of_process
+from hotseat.loop.workers.by_sample import BySample, TeacherScores
 from hotseat.loop.workers.cutting import BatchSettings, MicroBatcher
 from hotseat.loop.workers.experience import Share, flatten, groups_of
-from hotseat.loop.workers.model_workers import BySample, ModelWorker, TeacherScores
+from hotseat.loop.workers.model_workers import ModelWorker
 from hotseat.model_source import ModelSource
 from hotseat.placement.role_names import Part
 from hotseat.planning.budgets import Use
@@ -18,7 +19,7 @@ from hotseat.train.make import make_backend
 
 
 class TeachersWorker(ModelWorker):
-    """One rank of several teachers, which take turns on its device: one is there, the others are in host memory.
+    """One rank of several teachers: one at a time is on its device, the others are in host memory.
 
     weights: of each teacher's log-probs in the log-prob of every token, Σ w log π; they add up to 1. With the advantage
     Σ w log π_teacher − log π_old the policy descends Σ w KL(π ‖ π_teacher). None: a prompt's source names its teacher.

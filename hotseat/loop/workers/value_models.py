@@ -9,11 +9,12 @@ from torch import Tensor
 
 from hotseat.algorithms.shaping import normalise_rewards
 from hotseat.loop.workers import experience
+from hotseat.loop.workers.by_sample import BySample, by_sample, in_order
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.losses import OLD_VALUES, RETURNS, ValueObjective
-from hotseat.loop.workers.model_workers import BySample, ModelWorker, by_sample, in_order
+from hotseat.loop.workers.model_workers import ModelWorker
 from hotseat.model_source import ModelSource
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.packing import with_ends

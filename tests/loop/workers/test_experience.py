@@ -15,6 +15,7 @@ from hotseat.algorithms.advantages import Moments
 from hotseat.config import loads
 from hotseat.errors import RewardError
 from hotseat.loop.settings.training_settings import policy_settings
+from hotseat.loop.workers.by_sample import by_sample
 from hotseat.loop.workers.experience import (
     AdvantageSettings,
     Share,
@@ -31,7 +32,6 @@ from hotseat.loop.workers.experience import (
     without_truncated,
 )
 from hotseat.loop.workers.losses import ADVANTAGES, LAGS, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
-from hotseat.loop.workers.model_workers import by_sample
 from hotseat.types import MicroBatch
 
 

@@ -1,15 +1,15 @@
-"""The table of RLinf's keys in docs/rlinf.md: `python -m hotseat.rlinf.config_table FILE` updates it."""
+"""The table of RLinf's keys in docs/rlinf.md: `python scripts/rlinf_table.py FILE` updates it."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+
+from doc_tables import update
 
 from hotseat.config.load import valid_keys
 from hotseat.config.unsupported import UNSUPPORTED
 from hotseat.rlinf.config_keys import TABLE, RlinfKey
-from hotseat.words import with_table
 
 BEGIN, END = "<!-- table of keys: begin -->", "<!-- table of keys: end -->"
 HEADER = "| RLinf | here |\n| --- | --- |"
@@ -31,8 +31,7 @@ def _here(key: RlinfKey, valid: set[str]) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    path = Path(argv[0])
-    path.write_text(with_table(path.read_text(), render_table(), BEGIN, END))
+    update(argv[0], render_table(), BEGIN, END)
 
 
 if __name__ == "__main__":
