@@ -30,6 +30,9 @@ _KEPT = {
 }  # fmt: skip
 # Succeeds if few processes can be seen, which are then those of a namespace of its own.
 _SEES_FEW = "set -- /proc/[0-9]*; [ $# -lt 8 ] && exit 7"
+# The first process of a namespace: for a program in its place, signals of its own would have no effect. Quiet, since a
+# shell says by which signal a program has ended.
+_INIT = ("/bin/sh", "-c", 'exec 3>&2 2>/dev/null; (exec "$0" "$@" 2>&3 3>&-); exit $?')
 _ENTER = 'echo 0 > "$0/cgroup.procs" && exec "$@"'
 
 
@@ -136,8 +139,10 @@ def namespaces() -> list[tuple[str, ...]]:
     if unshare is not None and (setpriv is not None or not is_root):
         user = () if is_root else ("--user", "--map-current-user")
         names = ",".join(["-all", *(f"+{name.lower()}" for name in _held())])
-        rights = [setpriv, f"--bounding-set={names}", "--"] if is_root and setpriv is not None else []
-        commands.append((unshare, *user, "--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--", *rights))
+        sets = [f"--{name}={names}" for name in ("bounding-set", "inh-caps", "ambient-caps")] if is_root else []
+        rights = [] if setpriv is None else [setpriv, "--no-new-privs", *sets, "--"]
+        namespace = ("--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--")
+        commands.append((unshare, *user, *namespace, *rights, *_INIT))
     return commands
 
 

@@ -64,6 +64,7 @@ class ForkingInterpreter:
     def __init__(self, control: socket.socket, kept: int):
         self._control, self._kept = control, kept
         self._libc = ctypes.CDLL(None, use_errno=True)
+        self._python = ctypes.PyDLL(None)  # keeps Python's lock during a call
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._episodes: dict[int, _Episode] = {}  # by handle
@@ -104,7 +105,7 @@ class ForkingInterpreter:
                 break
             line += part
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until the monitor can handle it
-        pid = os.fork() if line.endswith(b"\n") else None
+        pid = self._fork() if line.endswith(b"\n") else None
         if pid == 0:
             for number, file in enumerate((files[0], files[1], files[1])):
                 os.dup2(file, number)
@@ -166,7 +167,7 @@ class ForkingInterpreter:
                     with open(f"/proc/self/{name}", "w") as file:
                         file.write(text)
             own, other = os.pipe()
-            init = os.fork()
+            init = self._fork()
             if init == 0:
                 os.close(other)
                 self._call("prctl", _DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
@@ -208,6 +209,13 @@ class ForkingInterpreter:
                 self._call("prctl", _AMBIENT, _RAISE, number, 0, 0)
         self._call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
 
+    def _fork(self) -> int:
+        """Fork a process that forks a program later. What Python does in a fork, `os.fork` does there."""
+        pid = int(self._python.fork())
+        if pid < 0:
+            raise OSError("a process cannot be forked")
+        return pid
+
     def _call(self, name: str, *arguments: Any) -> None:
         if getattr(self._libc, name)(*arguments) != 0:
             number = ctypes.get_errno()
@@ -221,18 +229,20 @@ def _words(status: int) -> int:
 
 
 def _load(modules: Sequence[str]) -> None:
-    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "environments")
     with contextlib.suppress(ImportError):  # a Python without TLS
-        runpy.run_path(os.path.join(beside, "lazy_certificates.py"))["install"]()
+        _beside("environments/lazy_certificates.py")["install"]()
     for name in modules:
         with contextlib.suppress(Exception):  # it is raised again by the script that imports the module
             importlib.import_module(name)
     if "openai" in sys.modules:
-        runpy.run_path(os.path.join(os.path.dirname(beside), "warm_client.py"))["warm"]()
+        _beside("warm_client.py")["warm"]()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # what a module printed is no program's output
-    gc.collect()
-    gc.freeze()  # forks do not look through what they share with this process
+
+
+def _beside(file: str) -> dict[str, Any]:
+    """Run a file of this folder, and return what it defines."""
+    return runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), file))
 
 
 def _settle(asked: dict[str, Any]) -> None:
@@ -266,30 +276,45 @@ def _module_of(script: str) -> types.ModuleType:
     return module
 
 
-def _run(script: str) -> None:
-    """Run a script as Python does: what it raises is shown without the frames of this file."""
+def _run(script: str) -> int:
+    """Run a script as Python does, and return its exit code, or minus the signal by which it ends.
+
+    What it raises is shown without the frames of this file.
+    """
     module = _module_of(script)
     try:
         with open(script, "rb") as file:
             code = compile(file.read(), script, "exec", dont_inherit=True)
         exec(code, module.__dict__)
-    except SystemExit:
-        raise
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        _flush()
+        print(error.code, file=sys.stderr)
+        return 1
     except BaseException as error:
         behind = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        _flush()
         sys.excepthook(type(error), error.with_traceback(behind), behind)
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        sys.exit(1)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _flush() -> None:
+    with contextlib.suppress(Exception):  # Python shows at the end that the output cannot be written
+        sys.stdout.flush()
 
 
 def _main() -> None:
+    end = _beside("program_end.py")["ProgramEnd"]()
     control = socket.socket(fileno=int(sys.argv[1]))
     first = json.loads(control.makefile("rb").readline())
     script = first["script"]
     sys.path[0] = os.path.dirname(script)
     _load(first["modules"])
+    gc.collect()
+    end.share()
+    gc.freeze()  # forks do not look through what they share with this process
     interpreter = ForkingInterpreter(control, first["kept"])
     problem = interpreter.problem()
     control.sendall(json.dumps({"problem": problem}).encode() + b"\n")
@@ -297,7 +322,8 @@ def _main() -> None:
         os._exit(0)
     asked = interpreter.serve()
     _settle(asked)
-    _run(script)
+    end.code = _run(script)
+    sys.exit(end.code)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ class LoopWatch(threading.Thread):
         self._when_broken = when_broken
         self._beat = time.monotonic()
         self._lost_s = 0.0
+        self._missed: dict[EpisodeJob, str] = {}  # why the loop's timers would have failed an episode
 
     def show_life(self) -> None:
         """Note that the loop runs, again and again. Called in the loop."""
@@ -83,11 +84,11 @@ class LoopWatch(threading.Thread):
         return self._lost_s + (late_s if late_s > _LATE_S else 0.0)
 
     def run(self) -> None:
-        beat, num_silent, looked_s = self._beat, 0, time.monotonic()
+        beat, num_silent, num_over, looked_s = self._beat, 0, 0, time.monotonic()
         while not self.is_ending.wait(_BEAT_S):
             passed_s, looked_s = time.monotonic() - looked_s, time.monotonic()
             if self._beat != beat:
-                beat, num_silent = self._beat, 0
+                beat, num_silent, num_over = self._beat, 0, 0
                 continue
             num_silent += 1
             job, where = self._blocking()
@@ -98,7 +99,9 @@ class LoopWatch(threading.Thread):
                 self._warnings.warn_once(where)
             if num_silent >= _NUM_SILENT and job is not None:
                 self._keep_deadline(job, where)
-            if num_silent * _BEAT_S >= self._blocked_s and self._is_overdue(job):
+            num_over += job is not None and job.future.done()
+            is_blocked = num_silent * _BEAT_S >= self._blocked_s
+            if is_blocked and (num_over * _BEAT_S >= self._blocked_s or self._is_overdue()):
                 self._give_up(job, where)
                 return
 
@@ -111,15 +114,18 @@ class LoopWatch(threading.Thread):
 
     def _keep_deadline(self, job: EpisodeJob, where: str | None) -> None:
         """Fail the episode that blocks the loop once its time is over: the timers cannot fire."""
-        at = "" if where is None else f", where {where} blocks the event loop of all episodes"
         if job.tool_clock is not None and job.tool_clock.is_over():
-            self._jobs.fail(job, f"{job.tool_clock.reason}{at}")
+            missed = job.tool_clock.reason
         elif time.monotonic() - job.started > self._timeout_s:
-            self._jobs.fail(job, f"the agent took longer than {self._timeout_s:g} s{at}")
+            missed = f"the agent took longer than {self._timeout_s:g} s"
+        else:
+            return
+        if not job.future.done():
+            at = "" if where is None else f", where {where} blocks the event loop of all episodes"
+            self._missed[job] = f"{missed}{at}"
+            self._jobs.fail(job, self._missed[job])
 
-    def _is_overdue(self, job: EpisodeJob | None) -> bool:
-        if job is not None and job.future.done():
-            return True
+    def _is_overdue(self) -> bool:
         limit_s = self._timeout_s + self._blocked_s
         return any(time.monotonic() - each.started > limit_s for each in self._jobs.open())
 
@@ -130,5 +136,5 @@ class LoopWatch(threading.Thread):
         blamed = [job] if job is not None else [each for each in self._jobs.open() if each.started < float("inf")]
         for each in blamed:
             self._jobs.fail(each, f"the agent blocks the event loop of its host, at {at}")
-        self._when_broken(job, reason)
+        self._when_broken(job, reason if job is None else self._missed.get(job, reason))
         self._jobs.finish_all(WorkerError)

@@ -21,6 +21,7 @@ from hotseat.agents import (
     Step,
     Transcript,
 )
+from hotseat.agents.crash_record import CrashRecord
 from hotseat.errors import RunError, UserError, WorkerError
 from hotseat.types import Episode, Failed, SampleKey, Sampling, ScoredEpisode, Segment
 
@@ -337,7 +338,7 @@ def test_who_asks_while_the_loop_ends_is_told_by_the_future(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_agent_that_blocks_the_loop_is_found_out():
+def test_an_agent_that_blocks_the_loop_is_found_out(tmp_path):
     go_on = threading.Event()
 
     async def run(prompt, key, sampling, sample):
@@ -345,15 +346,19 @@ def test_an_agent_that_blocks_the_loop_is_found_out():
             go_on.wait(WAIT_S)  # not awaited: nothing else moves
         return await good(prompt, key, sampling, sample)
 
-    host = AgentHost(Does(run), Script(lambda request: "a"), run_seed=0, timeout_s=0.1, blocked_s=1.0)
+    record = CrashRecord(tmp_path / "crashes", "host-0")
+    script = Script(lambda request: "a")
+    host = AgentHost(Does(run), script, run_seed=0, timeout_s=0.1, blocked_s=1.0, crashes=record)
     try:
         blocking, other = host.submit_many([(prompt_of("q"), SampleKey(0, 0, at)) for at in range(2)], SAMPLING)
         reason = blocking.result(WAIT_S).reason
         assert "sample 0/0/0: the agent took longer than 0.1 s, where " in reason
-        assert reason.endswith("test_host.py:345 blocks the event loop of all episodes")
+        assert reason.endswith("test_host.py:346 blocks the event loop of all episodes")
         with pytest.raises(WorkerError, match="an agent blocks the event loop of its host"):
             other.result(WAIT_S)
         assert host.is_broken
+        skipped = CrashRecord(tmp_path / "crashes", "host-0").reason_to_skip("0/0/0")
+        assert reason.endswith(f"sample 0/0/0: {skipped}")
         with pytest.raises(WorkerError, match="an agent blocks the event loop"):
             host.submit(prompt_of("q"), KEY, SAMPLING)
     finally:

@@ -55,13 +55,35 @@ BEHAVIOURS = {
     "an error in the grammar": "x = (",
     "a signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(1000)",
     "a segmentation fault": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
-    "an interrupt": "raise KeyboardInterrupt",
+    "an interrupt": "print('before'); raise KeyboardInterrupt",
     "what runs at the end": """
         import atexit, threading, time
         atexit.register(print, "at exit")
         threading.Thread(target=lambda: (time.sleep(0.2), print("in a thread"))).start()
         print("main")
     """,
+    "an error at the end": "import atexit; atexit.register(divmod, 1, 0); print('before')",
+    "a thread that never ends": """
+        import threading
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        print("main")
+    """,
+    "an interrupt beside a thread": """
+        import threading
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        raise KeyboardInterrupt
+    """,
+    "output that cannot be written": "import os; print('lost'); os.close(1)",
+    "what is left": """
+        class Left:
+            def __del__(self):
+                print("left", end=" ")
+        left, cycle = Left(), Left()
+        cycle.itself = cycle
+    """,
+    "a file that is left open": "import os; file = open(os.dup(1), 'w'); file.write('written')",
+    "a file in a library": "import json, os; json.file = open(os.dup(1), 'w'); json.file.write('written')",
+    "another output": "import os, sys; sys.stdout = open(os.dup(1), 'w'); print('written')",
     "other processes": """
         import multiprocessing, subprocess, sys
         def double(number):
@@ -85,6 +107,28 @@ def test_a_fork_behaves_as_a_fresh_process(tmp_path, name):
             host.close()
     forked, fresh = results
     assert forked == fresh
+
+
+def test_a_fork_clears_its_own_modules_and_not_those_of_libraries(tmp_path):
+    (tmp_path / "helper.py").write_text(
+        "class Left:\n    def __init__(self, name):\n        self.name = name\n"
+        "    def __del__(self):\n        print(self.name)\n"
+        "early = Left('of a module beside it, before the fork')\n"
+    )
+    code = """
+        import helper, json
+        helper.late = helper.Left("of a module beside it")
+        json.left, own = helper.Left("of a library"), helper.Left("its own")
+        json.user = lambda: own
+    """
+    expected = ["its own", "of a module beside it", "of a module beside it, before the fork"]
+    for modules in (("helper", "json"), ("json",)):
+        host, command = host_of(tmp_path, code, modules)
+        try:
+            ended, written = asyncio.run(run(host, command))
+        finally:
+            host.close()
+        assert (ended, sorted(written.splitlines())) == (0, expected)
 
 
 def test_episodes_share_what_is_preloaded_and_nothing_else(tmp_path):

@@ -228,6 +228,21 @@ def test_programs_that_are_not_confined_are_said_to_be_so_once(caplog):
 
 
 @pytest.mark.parametrize("name", ["control group", "unshare", "bwrap", "process group"])
+def test_a_signal_that_a_program_sends_itself_ends_it_and_nothing_is_added_to_its_output(name):
+    programs = ProgramHost(confinement=confinement_of(name))
+    code = "import os; print('before', flush=True); os.kill(os.getpid(), 15); os._exit(3)"
+
+    async def main():
+        async with programs.folder() as folder:
+            return await programs.run([sys.executable, "-c", code], folder, environment(folder, (), {}), b"")
+
+    try:
+        assert asyncio.run(main()) == (-15, "before")
+    finally:
+        programs.close()
+
+
+@pytest.mark.parametrize("name", ["control group", "unshare", "bwrap", "process group"])
 def test_what_a_program_started_ends_with_it_whatever_session_it_is_in(name, tmp_path, monkeypatch):
     confinement = confinement_of(name)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hotseat.agents.crash_record import CrashRecord
-from hotseat.agents.episode_output import MAX_ECHO_CHARS, EpisodeOutput, captured
+from hotseat.agents.environments.worker_reports import note_exits
+from hotseat.agents.episode_output import MAX_ECHO_CHARS, EpisodeLog, EpisodeOutput, captured, current_log
+from hotseat.agents.user_lines import line_of
 from hotseat.loop.workers.host_settings import HostSettings
 from hotseat.loop.workers.notes import note_writer
 
@@ -27,6 +29,8 @@ class HostedCode:
         self._crashes: CrashRecord | None = None
         self._output: EpisodeOutput | None = None
         self._stack = contextlib.ExitStack()
+        if not settings.is_own_process and os._exit.__module__ != note_exits.__module__:
+            note_exits(current_log.get, _say_end, line_of)  # once in a process, for all hosts in it
         if settings.logs is not None:
             has_console = not settings.is_own_process
             self._stack.enter_context(captured(has_console, self._say_where))
@@ -68,6 +72,12 @@ class HostedCode:
     def _say_where(self) -> None:
         file = None if self._output is None else self._output.file
         self._note(f"agents have printed {MAX_ECHO_CHARS >> 10} Ki characters; what follows is in {file} alone")
+
+
+def _say_end(log: EpisodeLog, how: str) -> None:
+    """Say which episode ends the run. Its prints go to its log, so this is written past them."""
+    said = f"hotseat: sample {log.key} ends the run, in whose process agents are (cluster.runtime is local): {how}\n"
+    os.write(2, said.encode())
 
 
 class _Noting(logging.Handler):
