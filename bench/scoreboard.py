@@ -1,0 +1,159 @@
+"""docs/scoreboard.md and its curves, from the raw logs of runs beside a peer: `python bench/scoreboard.py`.
+
+A comparison is a folder of bench/results/scoreboard: the JSON lines of bench/gsm8k.py, one file a run, and `about.json`
+with what they do not say: title, task, model, hardware, date, commands, and what is missing and slower.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gsm8k import Run, read_run
+
+ROOT = Path(__file__).parents[1]
+LOGS, PAGE, IMAGES = ROOT / "bench/results/scoreboard", ROOT / "docs/scoreboard.md", ROOT / "docs/images"
+HEAD = """\
+# Scoreboard
+
+Runs on real weights beside TRL's: the same weights, prompts in the same order, rewards and hyperparameters on the same
+machine. Seconds are counted from the command, with imports, loading and evaluations. This page is written by
+`python bench/scoreboard.py` from the logs in [bench/results/scoreboard](../bench/results/scoreboard), and has nothing that
+was not run.
+"""
+COLUMNS = (
+    *("run", "test set before", "after", "s to step 1", "s in all", "s a step, median", "tokens/s", "times TRL's step"),
+    "of TRL's time to TRL's last accuracy",
+)
+WIDTH, HEIGHT, MARGIN = 720, 300, 48
+COLORS = {"hotseat": "#2563eb", "trl": "#d97706"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs of one task. about: what `about.json` says."""
+
+    name: str  # of its folder
+    about: dict[str, Any]
+    runs: list[Run]
+
+    def peer_of(self, run: Run) -> Run | None:
+        return next((peer for peer in self.runs if is_peer(peer) and peer.facts["seed"] == run.facts["seed"]), None)
+
+
+def is_peer(run: Run) -> bool:
+    return bool(run.facts["side"] == "trl")
+
+
+def read_comparisons(logs: Path = LOGS) -> list[Comparison]:
+    return [
+        Comparison(
+            about.parent.name,
+            json.loads(about.read_text()),
+            [run for run in map(read_run, sorted(about.parent.glob("*.jsonl"))) if run.evaluations],
+        )
+        for about in sorted(logs.glob("*/about.json"))
+    ]
+
+
+def page(comparisons: list[Comparison]) -> str:
+    return "\n".join([HEAD, *map(section, comparisons)])
+
+
+def section(comparison: Comparison) -> str:
+    about = comparison.about
+    return f"""## {about["title"]}
+
+![Accuracy on the test set over seconds](images/scoreboard-{comparison.name}.svg)
+
+| {" | ".join(COLUMNS)} |
+|{" --- |" * len(COLUMNS)}
+{chr(10).join(row(comparison, run) for run in comparison.runs)}
+
+- **Task**: {about["task"]}.
+- **Model**: {about["model"]}. Numbers of published tables are of other weights.
+- **Hardware**: {about["hardware"]}; {about["date"]}. [The log](../bench/results/h200_{comparison.name}.txt).
+{bullets("Missing", about["missing"])}
+{bullets("Slower than wanted", about["slower"])}
+
+```bash h200=bench/results/h200_{comparison.name}.txt
+{chr(10).join(about["commands"])}
+```
+"""
+
+
+def bullets(title: str, texts: list[str]) -> str:
+    return f"- **{title}**: {'; '.join(texts)}."
+
+
+def row(comparison: Comparison, run: Run) -> str:
+    seconds, rate = run.medians()
+    peer = comparison.peer_of(run)
+    times, share = "", ""
+    if peer is not None and peer is not run and run.facts["is_timed"] and peer.facts["is_timed"]:
+        times = f"{peer.medians()[0] / seconds:.1f}"
+        ours, theirs = run.seconds_to(peer.last), peer.seconds_to(peer.last)
+        share = "not reached" if ours is None or theirs is None else f"{ours / theirs:.2f}"
+    timed = [f"{run.steps[0]['at_s']:.0f}", f"{run.evaluations[-1]['at_s']:.0f}", f"{seconds:.2f}", f"{rate:,.0f}"]
+    cells = [
+        run.name,
+        f"{run.evaluations[0]['accuracy']:.1%}",
+        f"{run.last:.1%}",
+        *(timed if run.facts["is_timed"] else [""] * len(timed)),
+        times,
+        share,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def curves(runs: list[Run]) -> str:
+    """Draw accuracy over seconds of the runs that were alone on the device, as SVG."""
+    timed = [run for run in runs if run.facts["is_timed"]]
+    points = {run.name: [(each["at_s"], each["accuracy"]) for each in run.evaluations] for run in timed}
+    every = [point for each in points.values() for point in each]
+    last_s = 60 * math.ceil(max(at_s for at_s, _ in every) / 60)
+    low = math.floor(20 * min(accuracy for _, accuracy in every)) / 20
+    high = math.ceil(20 * max(accuracy for _, accuracy in every)) / 20
+
+    def place(at_s: float, accuracy: float) -> tuple[float, float]:
+        x = MARGIN + at_s / last_s * (WIDTH - 2 * MARGIN)
+        y = HEIGHT - MARGIN - (accuracy - low) / (high - low) * (HEIGHT - 2 * MARGIN)
+        return round(x, 1), round(y, 1)
+
+    parts = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>']
+    for tick in range(round(20 * low), round(20 * high) + 1):
+        x, y = place(0, tick / 20)
+        parts += [
+            f'<line x1="{x}" y1="{y}" x2="{WIDTH - MARGIN}" y2="{y}" stroke="#e5e7eb"/>',
+            f'<text x="{x - 6}" y="{y + 4}" text-anchor="end">{tick * 5}%</text>',
+        ]
+    for at_s in range(0, last_s + 1, 60):
+        x, y = place(at_s, low)
+        parts.append(f'<text x="{x}" y="{y + 18}" text-anchor="middle">{at_s} s</text>')
+    for run in timed:
+        color = COLORS[run.facts["side"]]
+        line = [place(*point) for point in points[run.name]]
+        path = " ".join(f"{x},{y}" for x, y in line)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>' for x, y in line]
+        x, y = line[-1]
+        parts.append(f'<text x="{x}" y="{y - 10}" text-anchor="end" fill="{color}">{run.name}</text>')
+    style = 'font-family="sans-serif" font-size="12" fill="#374151"'
+    body = "\n".join(parts)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {style}>\n{body}\n</svg>\n'
+
+
+def files() -> dict[Path, str]:
+    """Return every file that is written, with its text."""
+    comparisons = read_comparisons()
+    pictures = {IMAGES / f"scoreboard-{each.name}.svg": curves(each.runs) for each in comparisons}
+    return {PAGE: page(comparisons), **pictures}
+
+
+if __name__ == "__main__":
+    for path, text in files().items():
+        path.write_text(text)
+        print(path.relative_to(ROOT))
