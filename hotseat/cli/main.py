@@ -154,6 +154,11 @@ def _add_runs(commands: _Commands, command: str) -> None:
     status.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
     status.add_argument("--json", action="store_true", help="print a JSON object instead")
 
+    text = "say why a run collapsed: its likely causes, with figures and what to change"
+    diagnose = _command(commands, "diagnose", "cli.diagnose_view:run_diagnose", text)
+    diagnose.add_argument("run_dir", metavar="RUN_DIR", help="directory of an RL run, such as runs/rl-1")
+    diagnose.add_argument("--json", action="store_true", help="print a JSON object instead")
+
     replay = _command(
         commands, "replay", "cli.replay:run_replay", "train a recorded run again from its kept groups, without engines"
     )
