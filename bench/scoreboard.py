@@ -21,8 +21,8 @@ HEAD = """\
 
 Runs on real weights beside TRL's: the same weights, prompts in the same order, rewards and hyperparameters on the same
 machine. Seconds are counted from the command, with imports, loading and evaluations. This page is written by
-`python bench/scoreboard.py` from the logs in [bench/results/scoreboard](../bench/results/scoreboard), and has nothing that
-was not run.
+`python bench/scoreboard.py` from the logs in [bench/results/scoreboard](../bench/results/scoreboard), and has nothing
+that was not run.
 """
 COLUMNS = (
     *("run", "test set before", "after", "s to step 1", "s in all", "s a step, median", "tokens/s", "times TRL's step"),

@@ -99,6 +99,19 @@ exit codes:
   5    failed: it ended with an error
   6    died: killed, or its machine was lost
   7    unknown: no process of it runs here, and it has left no sign of life""",
+    "diagnose": """\
+examples:
+  hotseat diagnose runs/rl-1
+  hotseat diagnose runs/rl-1 --json
+
+Causes are in the order of likelihood: the ones that began first, then what they bring about. docs/diagnosing.md lists
+the rules. Everything is read from RUN_DIR, during the run, too.
+
+exit codes:
+  0    healthy: no rule fires
+  1    the records could not be read
+  2    RUN_DIR holds no run
+  3    there is a likely cause""",
     "replay": """\
 examples:
   hotseat replay runs/rl-1                      the same weights, bit for bit, in runs/rl-1-replay-1

@@ -165,6 +165,11 @@ def _add_records(commands: _Commands) -> None:
     status.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
     status.add_argument("--json", action="store_true", help="print a JSON object instead")
 
+    text = "say why a run collapsed: its likely causes, with figures and what to change"
+    diagnose = _command(commands, "diagnose", "cli.diagnose_view:run_diagnose", text)
+    diagnose.add_argument("run_dir", metavar="RUN_DIR", help="directory of an RL run, such as runs/rl-1")
+    diagnose.add_argument("--json", action="store_true", help="print a JSON object instead")
+
     ledger = _command(
         commands,
         "ledger",
