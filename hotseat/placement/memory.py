@@ -25,6 +25,7 @@ from hotseat.placement.memory_terms import (
     amount,
     attention_mask,
     byte_term,
+    delta_rule,
     digits,
     encoder_forward,
     fixed_terms,
@@ -180,7 +181,7 @@ def _gathered(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp
     is_cut = memory.is_sharded and shards > 1
     if _has_copies(memory, model, shards) or not (is_cut or memory.is_cast):
         return []
-    n, layer, rest = model.num_parameters, model.num_layer_parameters, model.num_embedding_parameters
+    n, layer, rest = model.num_parameters, model.num_largest_layer_parameters, model.num_embedding_parameters
     if memory.zero_stage < 3:
         live = amount(n, "parameters")
     elif memory.facts.shards_by_layer:
@@ -207,7 +208,7 @@ def _reduction(role: str, memory: TrainMemory, model: ModelShape, shards: int, t
     if memory.adapter_rank:
         reduced = amount(min(memory.num_trained(model), assumed.DEEPSPEED_BUCKET_ELEMENTS), "parameters")
     elif memory.facts.shards_by_layer and memory.zero_stage > 0:
-        layer = model.num_layer_parameters
+        layer = model.num_largest_layer_parameters
         reduced = amount(model.num_embedding_parameters, "outside the layers")
         reduced += Amount(layer, f"one layer of {digits(layer)}")
     else:
@@ -223,11 +224,17 @@ def layer_activation_bytes(model: ModelShape, compute_bytes: int, tp: int = 1) -
 
     Two norms keep their input in fp32 and their output; attention keeps q, k, v and its output; the gated MLP keeps
     gate, up, activation and product:  2 (4 + c) h + 2 c (q + kv) / tp + 4 c m / tp  bytes. (Counted from the layer's
-    graph, as Korthikanti et al. 2022 do for GPT.)
+    graph, as Korthikanti et al. 2022 do for GPT.) A gate of attention adds 2 c q; linear attention, whose rule is
+    computed again, keeps 2 c channels + 6 v instead of attention's part (from what autograd kept of small models, in
+    fp32 and bf16); layers of both kinds are averaged.
     """
     c = compute_bytes
     norms = 2 * (FP32 + c) * model.hidden_size
-    return norms + (2 * c * (model.q_size + model.kv_size) + 4 * c * model.mlp_width) / tp
+    attention: float = 2 * c * ((1 + model.has_gated_attention) * model.q_size + model.kv_size)
+    if model.linear is not None:
+        linear = 2 * c * model.linear.channels + 6 * model.linear.value_size
+        attention += (linear - attention) * model.num_linear_layers / model.num_layers
+    return norms + (attention + 4 * c * model.mlp_width) / tp
 
 
 def token_activation_bytes(memory: TrainMemory, model: ModelShape) -> float:
@@ -271,6 +278,7 @@ def _backward(role: str, memory: TrainMemory, model: ModelShape, tp: int) -> lis
         kept = assumed.COMPILED_ACTIVATIONS if memory.is_compiled else assumed.EAGER_ACTIVATIONS
         sizes["activations"] = tokens * amount(num_kept, "layers") * layer * kept
     terms = [byte_term(role, name, size) for name, size in sizes.items()]
+    terms += delta_rule(role, model, num_tokens, 1.0)
     terms += attention_mask(role, memory, memory.micro_batch, c)
     num_image_tokens = memory.image_share * num_tokens
     if memory.has_frozen_encoder:
@@ -309,7 +317,7 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
         host.append(byte_term(role, "other models, waiting (pinned)", Amount(waiting.value / tp / shards, text)))
     terms: list[Term] = []
     if shards > 1:
-        layers = assumed.FSDP_LIVE_LAYERS * model.num_layer_parameters
+        layers = assumed.FSDP_LIVE_LAYERS * model.num_largest_layer_parameters
         live = amount(min(model.num_parameters, model.num_embedding_parameters + layers), "live parameters")
         terms.append(byte_term(role, "gathered weights", (live * num_bytes(size)).over(tp, "tensor parallel")))
     terms += forward_terms(role, model, memory, memory.micro_batch, size, tp)
@@ -325,15 +333,20 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
 
 
 def kv_bytes_per_token(model: ModelShape, kv_bytes: int, tp: int = 1) -> float:
-    """Count the bytes of one token's KV cache in all layers. With fewer heads than ranks, heads are copied."""
+    """Count the bytes of one token's KV cache in all layers with one. With fewer heads than ranks, heads are copied."""
     heads = max(1.0, model.num_kv_heads / tp)
-    return 2 * model.num_layers * heads * model.head_dim * kv_bytes
+    return 2 * (model.num_layers - model.num_linear_layers) * heads * model.head_dim * kv_bytes
+
+
+def sequence_cache_bytes(memory: EngineMemory, model: ModelShape, tp: int = 1) -> float:
+    """Count the bytes of a sequence of full length in an engine: its KV cache, and states of linear attention."""
+    states = 0 if model.linear is None else model.linear.state_bytes
+    return memory.max_tokens * kv_bytes_per_token(model, memory.kv_bytes, tp) + states
 
 
 def useful_cache_gib(memory: EngineMemory, model: ModelShape, tp: int = 1) -> float:
     """Return the GiB beyond which an engine's cache is of no use."""
-    per_token = kv_bytes_per_token(model, memory.kv_bytes, tp)
-    return assumed.USEFUL_CACHE * memory.slots * memory.max_tokens * per_token / GIB
+    return assumed.USEFUL_CACHE * memory.slots * sequence_cache_bytes(memory, model, tp) / GIB
 
 
 def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) -> RoleMemory | None:
@@ -353,6 +366,8 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     rows = (rows * num_bytes(memory.weight_bytes + FP32)).over(tp, "tensor parallel")
     workspace = byte_term(role, "engine workspace", Amount(tokens.value + rows.value, f"{tokens.text} + {rows.text}"))
     images = encoder_forward(role, model, _encoded_tokens(memory, num_shared), memory.weight_bytes)
+    num_prefilled = min(num_tokens, max(memory.max_tokens, assumed.SHARED_FORWARD_TOKENS))
+    images += delta_rule(role, model, num_prefilled, assumed.RULE_FORWARD)
     # Keys and values as they are computed, and cut into prompts.
     prompts = amount(2) * amount(num_shared, "tokens") * num_bytes(kv_bytes_per_token(model, memory.kv_bytes, tp))
     prefilled = [byte_term(role, "KV cache of prompts", prompts)] if num_shared else []
@@ -403,7 +418,10 @@ def _engine_cache(
     """Return the memory of the KV cache beside the rest of the engine, and the least share to start with."""
     per_token = kv_bytes_per_token(model, memory.kv_bytes, layout.tensor_parallel)
     sequence = f"{digits(memory.max_tokens)} tokens x {digits(per_token)} B"
-    one = memory.max_tokens * per_token / GIB
+    if model.linear is not None:
+        sequence = f"({sequence} + {digits(model.linear.state_bytes)} B of states)"
+        per_token = sequence_cache_bytes(memory, model, layout.tensor_parallel) / memory.max_tokens
+    one = sequence_cache_bytes(memory, model, layout.tensor_parallel) / GIB
     if layout.share is None or layout.device_gib is None:
         kept = memory.kept_prompts
         sequences = f"({memory.slots} slots + {kept} prompts)" if kept else f"{memory.slots} slots"

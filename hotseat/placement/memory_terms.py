@@ -27,6 +27,8 @@ FP32 = 4  # bytes; losses, norms and log-softmax are in fp32 whatever the model'
 EAGER_ACTIVATIONS = 1.15  # factor on a layer's graph: without fusion some values are kept twice; measured
 COMPILED_ACTIVATIONS = 0.77  # the same for compiled layers, which recompute some values; measured
 RECOMPUTE_PEAK = 1.5  # a recomputed layer: its activations and the gradients on the way back through it
+RULE_CHUNK = 64  # tokens that linear attention computes at a time, as in `algorithms/delta_rule.py`
+RULE_FORWARD = 0.75  # of the memory of linear attention in a backward; measured
 COPIED_PARAMETERS = 4_000_000_000  # FSDP on one rank keeps 16-bit copies of the fp32 weights of models up to this size
 FSDP_LIVE_LAYERS = 2  # gathered at once: the one at work and the one prefetched
 DEEPSPEED_LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps at most this many gathered (stage3_max_live_parameters)
@@ -212,7 +214,24 @@ def logits(role: str, model: ModelShape, tokens: int, compute_bytes: int, passes
 
 def forward_width(model: ModelShape, compute_bytes: int, tp: int) -> float:
     """Count the bytes of the activations of one token in a forward that keeps nothing."""
-    return (2 * model.hidden_size + (model.q_size + 2 * model.kv_size + 2 * model.mlp_width) / tp) * compute_bytes
+    mixed = (1 + model.has_gated_attention) * model.q_size + 2 * model.kv_size
+    if model.linear is not None:
+        mixed = max(mixed, 2 * model.linear.channels + model.linear.value_size)
+    return (2 * model.hidden_size + (mixed + 2 * model.mlp_width) / tp) * compute_bytes
+
+
+def delta_rule(role: str, model: ModelShape, num_tokens: float, share: float) -> list[Term]:
+    """Return the memory in which a layer with linear attention computes its states. share: of what a backward takes.
+
+    For each token and head in fp32, 13 values of a key, 8 of a value, 5 of a chunk and 2.25 states per chunk: the peak
+    of forward and backward, from the live tensors of layers with heads of 64 and 128. A forward alone takes 3/4 of it.
+    """
+    if model.linear is None:
+        return []
+    key, value = model.linear.key_dim, model.linear.value_dim
+    each = FP32 * (13 * key + 8 * value + 5 * RULE_CHUNK + 2.25 * key * value / RULE_CHUNK)
+    heads = amount(num_tokens, "tokens") * amount(model.linear.num_value_heads, "heads")
+    return [byte_term(role, "linear attention", heads * num_bytes(share * each))]
 
 
 def forward_terms(
@@ -220,6 +239,7 @@ def forward_terms(
 ) -> list[Term]:
     tokens, width = tokens_of(memory, micro_batch), forward_width(model, compute_bytes, tp)
     terms = [byte_term(role, "forward activations", amount(tokens, "tokens") * num_bytes(width))]
+    terms += delta_rule(role, model, tokens, RULE_FORWARD)
     terms += attention_mask(role, memory, micro_batch, compute_bytes)
     terms += encoder_forward(role, model, memory.image_share * tokens, compute_bytes)
     return terms + logits(role, model, tokens, compute_bytes, 1)

@@ -45,8 +45,55 @@ class VisionShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearShape:
+    """Sizes of linear attention (the gated delta rule), which some layers have in place of attention."""
+
+    num_layers: int
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    kernel: int  # tokens that the convolution sees
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values of a token, which are convolved."""
+        return 2 * self.num_key_heads * self.key_dim + self.value_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence in all layers: fp32, and at most 4 bytes for what is convolved."""
+        state = self.num_value_heads * self.key_dim * self.value_dim
+        return self.num_layers * 4 * (state + (self.kernel - 1) * self.channels)
+
+    def outputs(self) -> tuple[int, ...]:
+        """Return the outputs of the linear layers that read hidden states."""
+        return (self.channels, self.value_size, self.num_value_heads, self.num_value_heads)
+
+    def num_matrix_parameters(self, hidden_size: int) -> int:
+        """Count the parameters of the matrices of one layer outside its MLP."""
+        return hidden_size * (sum(self.outputs()) + self.value_size)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Count the parameters of one layer outside its MLP, with its norms."""
+        other = self.kernel * self.channels + 2 * self.num_value_heads + self.value_dim + 2 * hidden_size
+        return self.num_matrix_parameters(hidden_size) + other
+
+    def num_adapter_inputs(self, hidden_size: int) -> int:
+        """Add up inputs and outputs of the linear layers of one layer outside its MLP."""
+        return sum(hidden_size + out for out in self.outputs()) + self.value_size + hidden_size
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a Llama-like model: RMSNorm, rotary positions, grouped-query attention, gated MLPs or experts."""
+    """Sizes of a Llama-like model: RMSNorm, rotary positions, grouped-query attention, gated MLPs or experts.
+
+    Some of its layers may have linear attention.
+    """
 
     num_layers: int
     hidden_size: int
@@ -67,6 +114,13 @@ class ModelShape:
     num_dense_layers: int = 0  # of a mixture: layers with a plain MLP
     head: Head = "lm"  # scalar: a value or reward model
     vision: VisionShape | None = None  # of a vision-language model
+    has_gated_attention: bool = False  # what attention gives is gated: a second output for each query (Qwen3.5)
+    linear: LinearShape | None = None
+
+    @property
+    def num_linear_layers(self) -> int:
+        """Layers without a KV cache."""
+        return 0 if self.linear is None else self.linear.num_layers
 
     @property
     def num_vision_parameters(self) -> int:
@@ -93,11 +147,26 @@ class ModelShape:
 
     @property
     def num_attention_parameters(self) -> int:
-        """Parameters of one layer outside its MLP: q, k, v, output, their biases, the norms."""
+        """Parameters of one layer with attention outside its MLP: q, k, v, output, their biases, the norms."""
         h = self.hidden_size
         bias = (self.q_size + 2 * self.kv_size) * self.attention_bias + h * self.output_bias
         norms = 2 * h + 2 * self.head_dim * self.qk_norm
-        return h * (2 * self.q_size + 2 * self.kv_size) + bias + norms
+        return self._num_attention_matrices + bias + norms
+
+    @property
+    def _num_attention_matrices(self) -> int:
+        return self.hidden_size * ((2 + self.has_gated_attention) * self.q_size + 2 * self.kv_size)
+
+    @property
+    def _num_more_of_linear(self) -> int:
+        """Parameters that a layer with linear attention has more than another one, or fewer."""
+        return (
+            0 if self.linear is None else self.linear.num_parameters(self.hidden_size) - self.num_attention_parameters
+        )
+
+    @property
+    def num_largest_layer_parameters(self) -> int:
+        return self.num_layer_parameters + max(0, self._num_more_of_linear)
 
     @property
     def num_dense_layer_parameters(self) -> int:
@@ -105,7 +174,7 @@ class ModelShape:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Parameters of one layer; in a mixture, of a layer with all its experts."""
+        """Parameters of one layer with attention; in a mixture, with all its experts."""
         if not self.num_experts:
             return self.num_dense_layer_parameters
         h = self.hidden_size
@@ -117,22 +186,26 @@ class ModelShape:
     def num_parameters(self) -> int:
         layers = (self.num_layers - self.num_dense_layers) * self.num_layer_parameters
         layers += self.num_dense_layers * self.num_dense_layer_parameters
+        layers += self.num_linear_layers * self._num_more_of_linear
         return self.num_embedding_parameters + layers + self.num_vision_parameters
 
     @property
     def num_matrix_parameters(self) -> int:
         """Parameters of the matrices inside the layers. The experts of a mixture are stacked and count as none."""
         h = self.hidden_size
-        attention = h * (2 * self.q_size + 2 * self.kv_size)
+        attention = (self.num_layers - self.num_linear_layers) * self._num_attention_matrices
+        if self.linear is not None:
+            attention += self.linear.num_layers * self.linear.num_matrix_parameters(h)
         num_plain = self.num_dense_layers if self.num_experts else self.num_layers
         mixture = h * self.num_experts + 3 * h * self.shared_expert_size + h * self.shared_expert_gate
         mlps = num_plain * 3 * h * self.intermediate_size + (self.num_layers - num_plain) * mixture
-        return self.num_layers * attention + mlps
+        return attention + mlps
 
     @property
     def num_largest_matrix(self) -> int:
         """Parameters of the largest matrix inside the layers that is not of experts."""
-        return self.hidden_size * max(self.q_size, self.intermediate_size)
+        channels = 0 if self.linear is None else self.linear.channels
+        return self.hidden_size * max((1 + self.has_gated_attention) * self.q_size, channels, self.intermediate_size)
 
     def num_adapter_parameters(self, rank: int) -> int:
         """Count the parameters of low-rank adapters on every linear layer: rank x (in + out) each.
@@ -141,13 +214,16 @@ class ModelShape:
         so they get no adapters.
         """
         h = self.hidden_size
-        attention = 4 * h + 2 * self.q_size + 2 * self.kv_size
+        attention = 4 * h + (2 + self.has_gated_attention) * self.q_size + 2 * self.kv_size
+        attention *= self.num_layers - self.num_linear_layers
+        if self.linear is not None:
+            attention += self.linear.num_layers * self.linear.num_adapter_inputs(h)
         num_plain = self.num_dense_layers if self.num_experts else self.num_layers
         mlps = num_plain * 3 * (h + self.intermediate_size)
         if self.shared_expert_size:
             mlps += (self.num_layers - num_plain) * 3 * (h + self.shared_expert_size)
         encoder = 0 if self.vision is None else self.vision.num_adapter_parameters(rank)
-        return rank * (self.num_layers * attention + mlps) + encoder + (h if self.head == "scalar" else 0)
+        return rank * (attention + mlps) + encoder + (h if self.head == "scalar" else 0)
 
     @property
     def mlp_width(self) -> int:
@@ -166,8 +242,11 @@ _REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_atten
 def from_hf_config(config: Mapping[str, object]) -> ModelShape:
     """Read the shape from a Hugging Face config.json of a Llama-, Qwen-, Mistral- or Mixtral-like model.
 
-    Of vision-language models, those of Qwen2.5-VL, Qwen3-VL, Idefics3, SmolVLM and LLaVA are described.
+    Of vision-language models, those of Qwen2.5-VL, Qwen3-VL, Idefics3, SmolVLM and LLaVA are described; Qwen3.5's are
+    loaded for text alone.
     """
+    if config.get("model_type") == "qwen3_5":
+        config = {key: value for key, value in _language_config(config).items() if key != "vision_config"}
     whole = config
     vision = config.get("vision_config")
     if isinstance(vision, Mapping) and config.get("model_type") in _ENCODERS:
@@ -185,8 +264,10 @@ def from_hf_config(config: Mapping[str, object]) -> ModelShape:
             " checked"
         )
     layer_types = config.get("layer_types")
-    if isinstance(layer_types, list) and not set(layer_types) <= {"full_attention", "sliding_attention"}:
-        kinds = ", ".join(sorted(set(map(str, layer_types)) - {"full_attention", "sliding_attention"}))
+    is_qwen3_5 = config.get("model_type") in ("qwen3_5", "qwen3_5_text")
+    described = {"full_attention", "sliding_attention", *(["linear_attention"] if is_qwen3_5 else [])}
+    if isinstance(layer_types, list) and not set(layer_types) <= described:
+        kinds = ", ".join(sorted(set(map(str, layer_types)) - described))
         raise PlacementError(
             f"model config has layer_types {kinds}: such layers are not described here; without a shape, memory is not"
             " checked"
@@ -220,6 +301,25 @@ def from_hf_config(config: Mapping[str, object]) -> ModelShape:
         num_dense_layers=_num_dense_layers(config, num_layers) if num_experts else 0,
         head="scalar" if "SequenceClassification" in named or "Reward" in named else "lm",
         vision=_vision_shape(whole, vision, hidden_size) if isinstance(vision, Mapping) else None,
+        has_gated_attention=is_qwen3_5,
+        linear=_linear_shape(config, num_layers) if is_qwen3_5 else None,
+    )
+
+
+def _linear_shape(config: Mapping[str, object], num_layers: int) -> LinearShape:
+    """Read the shape of linear attention. Keys that are missing have the values of transformers."""
+    layer_types = config.get("layer_types")
+    if isinstance(layer_types, list):
+        count = layer_types.count("linear_attention")
+    else:
+        count = num_layers - num_layers // max(1, _whole(config, "full_attention_interval", 4))
+    return LinearShape(
+        count,
+        num_key_heads=_whole(config, "linear_num_key_heads", 16),
+        num_value_heads=_whole(config, "linear_num_value_heads", 32),
+        key_dim=_whole(config, "linear_key_head_dim", 128),
+        value_dim=_whole(config, "linear_value_head_dim", 128),
+        kernel=_whole(config, "linear_conv_kernel_dim", 4),
     )
 
 

@@ -14,7 +14,7 @@ from hotseat.config import Config
 from hotseat.config.presence import has_simulator
 from hotseat.errors import PlacementError
 from hotseat.placement import GIB, Plan
-from hotseat.placement.memory import kv_bytes_per_token
+from hotseat.placement.memory import sequence_cache_bytes
 from hotseat.placement.memory_settings import EngineMemory
 from hotseat.planning.role_specs import engine_of, role_specs
 
@@ -44,7 +44,7 @@ def with_slots(
     most = min(MAX_SLOTS, max(_UNIT, -(-num_samples // _UNIT) * _UNIT))
     if model is None or device is None or not isinstance(memory, EngineMemory):
         return config.with_options({"rollout.num_slots": min(most, UNPRICED_SLOTS)})
-    slot_gib = memory.max_tokens * kv_bytes_per_token(model, memory.kv_bytes) / GIB
+    slot_gib = sequence_cache_bytes(memory, model) / GIB
     most = max(_UNIT, min(most, int(CACHE_SHARE * device / slot_gib) // _UNIT * _UNIT))
     least = config.with_options({"rollout.num_slots": _UNIT})
     has_moves = is_anything_offloaded(plan_with(least))

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionLayer
 
+from hotseat.algorithms.delta_rule import DELTA_FAMILIES
 from hotseat.algorithms.head import HALVES, project
 from hotseat.errors import UnsupportedError
 from hotseat.placement.memory_terms import SHARED_FORWARD_TOKENS
@@ -25,6 +26,7 @@ from hotseat.rollout.slot_cache import (
     padded,
     without_last,
 )
+from hotseat.rollout.slot_states import STATES, Rows, Step, by_layer, use_states
 from hotseat.vision import set_attention
 
 
@@ -58,13 +60,16 @@ class _SlotLayer(CacheLayerMixin):
 
 
 def check_config(model_config: Any, max_length: int) -> None:
-    """Raise if a model of this config has more state than a KV cache, or its angles depend on lengths."""
+    """Raise if a model of this config has state that slots do not have, or its angles depend on lengths."""
     config, name = model_config.get_text_config(), type(model_config).__name__.removesuffix("Config")
     layer_types = set(getattr(config, "layer_types", None) or ())
-    if not layer_types <= {"full_attention", "sliding_attention"}:
+    known = {"full_attention", "sliding_attention"}
+    if config.model_type in DELTA_FAMILIES:
+        known.add("linear_attention")
+    if not layer_types <= known:
         raise UnsupportedError(
             f"{name} has layers of type {', '.join(sorted(layer_types))}: the transformers engine knows"
-            " full_attention and sliding_attention; use the vLLM engine"
+            " full_attention and sliding_attention, and linear_attention of Qwen3.5; use the vLLM engine"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and max_length > (config.original_max_position_embeddings or 0):
@@ -75,7 +80,10 @@ def check_config(model_config: Any, max_length: int) -> None:
 
 
 class AnySlots(SlotModel):
-    """Any causal model with a KV cache, through its own forward with masks and positions of ours."""
+    """Any causal model with a KV cache, through its own forward with masks and positions of ours.
+
+    Layers with linear attention, which have states instead, are in `slot_states`.
+    """
 
     max_forward_tokens = SHARED_FORWARD_TOKENS  # few, because scoring holds the logits of all of them
 
@@ -98,15 +106,17 @@ class AnySlots(SlotModel):
         self._window = getattr(config, "sliding_window", None)
         self._layer_types = set(getattr(config, "layer_types", None) or ())
 
-        probe: Any = DynamicCache()
+        self._nets = use_states(model)
+        self._linear = {net.layer_idx for net in self._nets}
         try:
             tokens = torch.zeros(1, ROWS, dtype=torch.int64, device=device)
-            model(input_ids=tokens, past_key_values=probe, use_cache=True)
+            probe, work = self._new_cache([ROWS], device)
+            model(input_ids=tokens, past_key_values=probe, use_cache=True, **work)
         except (TypeError, ValueError, AttributeError) as error:
             raise UnsupportedError(
                 f"{name} takes no cache of keys and values ({error}): use the vLLM engine"
             ) from error
-        layers = probe.layers
+        layers = self._attention_layers(probe)
         is_plain = all(type(layer) is DynamicLayer and layer.keys is not None for layer in layers)
         shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in layers if is_plain}
         if len(shapes) != 1:
@@ -122,8 +132,13 @@ class AnySlots(SlotModel):
             (key_dim, value_dim),
             layers[0].keys.dtype,
             device,
+            work[STATES].of_row(0) if work else (),
         )
         self._slot_layers = [_SlotLayer(self.cache, index) for index in range(len(layers))]
+        each = iter(self._slot_layers)
+        self._all_layers = [
+            LinearAttentionLayer() if index in self._linear else next(each) for index in range(len(probe.layers))
+        ]
         self._check_against_forward(device)
 
     def _check_against_forward(self, device: torch.device) -> None:
@@ -158,9 +173,11 @@ class AnySlots(SlotModel):
             set_attention(self._model, used)
         return logits
 
-    def _masks(self, positions: Tensor, num_keys: int) -> Tensor | dict[str, Tensor]:
+    def _masks(self, positions: Tensor, num_keys: int) -> Tensor | dict[str, Tensor | None]:
         dtype = self.cache.keys.dtype
         full = causal_bias(positions, num_keys, dtype)
+        if self._nets:
+            return {"full_attention": full, "linear_attention": None}
         if self._window is None or self._layer_types == {"full_attention"}:
             return full
         sliding = causal_bias(positions, num_keys, dtype, self._window)
@@ -168,16 +185,28 @@ class AnySlots(SlotModel):
             return sliding
         return {"full_attention": full, "sliding_attention": sliding}
 
+    def _new_cache(self, lengths: Sequence[int], device: torch.device) -> tuple[Any, dict[str, Any]]:
+        """Return an empty cache for rows of these lengths, and arguments for layers with linear attention."""
+        if not self._nets:
+            return DynamicCache(), {}
+        work = {STATES: Rows(torch.tensor(lengths, device=device))}
+        return DynamicCache(config=self._model.config.get_text_config()), work
+
+    def _attention_layers(self, cache: Any) -> list[Any]:
+        return [layer for index, layer in enumerate(cache.layers) if index not in self._linear]
+
     def decode(self, tokens: Tensor, positions: Tensor, num_keys: int, shifts: Tensor | None = None) -> Tensor:
         at = self.cache.rows_at(positions)
         for layer in self._slot_layers:
             layer.at, layer.num_keys = at, num_keys
+        work = {STATES: Step(by_layer(self._nets, self.cache.states))} if self._nets else {}
         output: Any = self._model(
             input_ids=tokens[:, None],
             position_ids=(positions if shifts is None else positions + shifts)[:, None],
             attention_mask=self._masks(positions, num_keys),
-            past_key_values=Cache(layers=list(self._slot_layers)),
+            past_key_values=Cache(layers=list(self._all_layers)),
             use_cache=True,
+            **work,
         )
         logits: Tensor = output.logits[:, -1]
         return logits.float()
@@ -191,15 +220,19 @@ class AnySlots(SlotModel):
         return ROWS, (len(images), *shape)
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], images: RowsOfImages = ()) -> list[Prefix]:
-        cache: Any = DynamicCache()
+        cache, work = self._new_cache(lengths, tokens.device)
         tokens, arguments = self._seen(tokens, lengths, images)
-        self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1, **arguments)
-        return cut_prefixes([layer.keys for layer in cache.layers], [layer.values for layer in cache.layers], lengths)
+        self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1, **arguments, **work)
+        layers = self._attention_layers(cache)
+        states = [work[STATES].of_row(row) for row in range(len(lengths))] if work else []
+        return cut_prefixes([layer.keys for layer in layers], [layer.values for layer in layers], lengths, states)
 
     def hidden(self, tokens: Tensor, lengths: Sequence[int] = (), images: RowsOfImages = ()) -> Tensor:
         # Logits already: what stands between the last layer and them differs from model to model.
         num_rows = len(tokens)
         tokens, arguments = self._seen(without_last(tokens, lengths, images), lengths, images)
+        if self._nets:
+            arguments[STATES] = Rows(torch.full((len(tokens),), tokens.shape[1], device=tokens.device))
         logits: Tensor = self._model(input_ids=tokens, use_cache=False, **arguments).logits
         return logits[:num_rows]
 

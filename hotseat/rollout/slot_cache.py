@@ -1,5 +1,7 @@
 """The KV cache by slots, the cache of prefixes, and the interface of models that use the two (`SlotModel`).
 
+Beside the KV cache are states of linear attention (`slot_states`), for models that have it.
+
 `LlamaSlots` runs the layers of Llama-like models itself; `AnySlots` calls the forward of any other model. Both read the
 live parameters of the module.
 
@@ -54,10 +56,11 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Prefix:
-    """KV cache of a token sequence, to be copied into slots."""
+    """KV cache of a token sequence, and the states behind its last token, to be copied into slots."""
 
     keys: Tensor  # [layers, kv_heads, num_tokens, key_dim]
     values: Tensor  # [layers, kv_heads, num_tokens, value_dim]
+    states: tuple[Tensor, ...] = ()  # [layers, ...] of each kind; the layers have linear attention, and no KV cache
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +68,7 @@ class Prefix:
 
     @property
     def num_bytes(self) -> int:
-        return int(self.keys.nbytes + self.values.nbytes)
+        return int(self.keys.nbytes + self.values.nbytes) + sum(states.nbytes for states in self.states)
 
 
 Context = tuple[tuple[int, ...], tuple[str, ...]]  # token ids, and the images of their placeholders
@@ -78,14 +81,20 @@ class PrefixCache:
     sample would depend on what was asked before.
     """
 
-    def __init__(self, max_tokens: int):
+    def __init__(self, max_tokens: int, tokens_per_state: int = 0):
+        """Make the cache. tokens_per_state: what the states of a prefix take, in tokens of the KV cache."""
         self.max_tokens = max_tokens
+        self._tokens_per_state = tokens_per_state
         self._prefixes: OrderedDict[Context, Prefix] = OrderedDict()
         self._num_tokens = 0
         self.num_bytes = 0
 
     def __contains__(self, context: Context) -> bool:
         return context in self._prefixes
+
+    def cost(self, context: Context) -> int:
+        """Return the room of a context's prefix, in tokens."""
+        return len(context[0]) + self._tokens_per_state
 
     def get(self, context: Context) -> Prefix | None:
         prefix = self._prefixes.get(context)
@@ -94,7 +103,7 @@ class PrefixCache:
         return prefix
 
     def put(self, context: Context, prefix: Prefix) -> None:
-        num_tokens = len(context[0])
+        num_tokens = self.cost(context)
         if num_tokens > self.max_tokens:
             return
         self._prefixes[context] = prefix
@@ -102,7 +111,7 @@ class PrefixCache:
         self.num_bytes += prefix.num_bytes
         while self._num_tokens > self.max_tokens:
             oldest, evicted = self._prefixes.popitem(last=False)
-            self._num_tokens -= len(oldest[0])
+            self._num_tokens -= self.cost(oldest)
             self.num_bytes -= evicted.num_bytes
 
     def clear(self) -> None:
@@ -111,7 +120,7 @@ class PrefixCache:
 
 
 class SlotCache:
-    """KV cache of every slot. Zeros where nothing was written, since a NaN that is masked stays NaN."""
+    """KV cache and states of every slot. Zeros where nothing was written, since a NaN that is masked stays NaN."""
 
     def __init__(
         self,
@@ -122,7 +131,10 @@ class SlotCache:
         dims: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
+        states: Sequence[Tensor] = (),
     ):
+        """Make the cache. states: one slot's of each kind, [layers, ...], as examples of shapes and types."""
+        self._states_like = [((each.shape[0], num_slots, *each.shape[1:]), each.dtype) for each in states]
         self._shapes = [(num_layers, num_slots, num_heads, max_keys, dim) for dim in dims]
         self._dtype, self._device = dtype, device
         self.num_slots, self.max_keys = num_slots, max_keys
@@ -130,6 +142,7 @@ class SlotCache:
 
     def allocate(self) -> None:
         self.keys, self.values = (torch.zeros(s, dtype=self._dtype, device=self._device) for s in self._shapes)
+        self.states = [torch.zeros(shape, dtype=dtype, device=self._device) for shape, dtype in self._states_like]
         # Views, made once: per layer [slots, heads, max_keys, dim] and [slots * heads * max_keys, dim].
         self.layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
         self._flat = [(k.view(-1, k.shape[-1]), v.view(-1, v.shape[-1])) for k, v in self.layers]
@@ -139,11 +152,17 @@ class SlotCache:
 
     def free(self) -> None:
         self.keys = self.values = torch.empty(0, dtype=self._dtype, device=self._device)
-        self.layers, self._flat = [], []
+        self.layers, self._flat, self.states = [], [], []
 
     @property
     def num_bytes(self) -> int:
-        return int(self.keys.nbytes + self.values.nbytes)
+        return int(self.keys.nbytes + self.values.nbytes) + sum(states.nbytes for states in self.states)
+
+    @property
+    def tokens_per_state(self) -> int:
+        """Return how many tokens of the KV cache take as much as the states of a slot."""
+        of_states = sum(states.nbytes for states in self.states)
+        return -(-of_states * self.max_keys // int(self.keys.nbytes + self.values.nbytes))
 
     def rows_at(self, positions: Tensor) -> Tensor:
         """Find where keys of slots 0, 1, ... at these positions go in a flattened layer: [rows] -> [rows * heads]."""
@@ -168,24 +187,38 @@ class SlotCache:
         for run in runs:
             _copy(self.keys[:, run, :, : prefix.num_tokens], prefix.keys[:, None])
             _copy(self.values[:, run, :, : prefix.num_tokens], prefix.values[:, None])
+            for states, source in zip(self.states, prefix.states, strict=True):
+                states[:, run] = source[:, None]
 
     def move(self, sources: Tensor, targets: Tensor, num_keys: int) -> None:
-        """Copy the first keys of some slots to others, layer by layer: [count] int64 each."""
+        """Copy states and the first keys of some slots to others, layer by layer: [count] int64 each."""
         for layer in self.layers:
             for cache in layer:
                 cache[targets, :, :num_keys] = cache[sources, :, :num_keys]
+        for states in self.states:
+            for each in states:
+                each[targets] = each[sources]
 
     def erase(self, slot: int) -> None:
         self.keys[:, slot] = 0
         self.values[:, slot] = 0
+        self.begin([slot])
 
-    def read(self, num_slots: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Copy the KV cache of the first slots to another device."""
-        keys, values = (cache[:, :num_slots, :, :num_keys] for cache in (self.keys, self.values))
-        return keys.to(device, copy=True), values.to(device, copy=True)
+    def begin(self, slots: Sequence[int]) -> None:
+        """Reset the states of slots to those before a first token: keys of others are masked, states are not."""
+        for states in self.states:
+            states[:, list(slots)] = 0
 
-    def put(self, keys: Tensor, values: Tensor) -> None:
+    def read(self, num_slots: int, num_keys: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Copy the KV cache and the states of the first slots to another device."""
+        parts = [cache[:, :num_slots, :, :num_keys] for cache in (self.keys, self.values)]
+        parts += [states[:, :num_slots] for states in self.states]
+        return tuple(part.to(device, copy=True) for part in parts)
+
+    def put(self, keys: Tensor, values: Tensor, *states: Tensor) -> None:
         """Write what `read` returned back into the first slots."""
+        for own, saved in zip(self.states, states, strict=True):
+            own[:, : saved.shape[1]] = saved.to(self._device)
         self.keys[:, : keys.shape[1], :, : keys.shape[3]] = keys.to(self._device)
         self.values[:, : values.shape[1], :, : values.shape[3]] = values.to(self._device)
 
@@ -265,10 +298,15 @@ def causal_bias(positions: Tensor, num_keys: int, dtype: torch.dtype, window: in
     return bias.masked_fill_(~is_seen, -torch.inf)[:, None, None, :]
 
 
-def cut_prefixes(keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequence[int]) -> list[Prefix]:
-    """Cut keys and values, per layer [batch, kv_heads, length, dim], into one prefix per row with its own memory."""
+def cut_prefixes(
+    keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequence[int], states: Sequence[tuple[Tensor, ...]] = ()
+) -> list[Prefix]:
+    """Cut keys and values, per layer [batch, kv_heads, length, dim], into one prefix per row with its own memory.
+
+    states: of each row, where there are any.
+    """
     return [
-        Prefix(_stack([k[b, :, :n] for k in keys]), _stack([v[b, :, :n] for v in values]))
+        Prefix(_stack([k[b, :, :n] for k in keys]), _stack([v[b, :, :n] for v in values]), states[b] if states else ())
         for b, n in enumerate(lengths)
     ]
 

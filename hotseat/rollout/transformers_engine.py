@@ -97,12 +97,13 @@ class TransformersEngine(Engine):
         if self.sees_images:
             self.placeholder_ids = frozenset(placeholder_ids(model.config))
         self._weights = LiveWeights(model)
-        kept = options.prefix_cache_tokens
-        self._prefixes = PrefixCache(8 * max_length if kept is None else kept)
+        kept = 8 * max_length if options.prefix_cache_tokens is None else options.prefix_cache_tokens
+        per_state = self._slots.cache.tokens_per_state  # as many prefixes of full length have states
+        self._prefixes = PrefixCache(kept + kept * per_state // max_length, per_state)
         self._rows = SlotRows(num_slots, max_length, self._slots.has_shifts, where)
         # The sequence in each slot, None where one has just ended; touched by the background thread alone.
         self._running: list[EngineSequence | None] = []
-        self._saved_cache: tuple[Tensor, Tensor] | None = None
+        self._saved_cache: tuple[Tensor, ...] | None = None
         self._is_cache_old = False  # offloaded before the weights changed, and to be recomputed
         self.keeps_cache = options.keeps_cache
         self._max_at_once = options.tokens_at_once or (16 if where.type == "cuda" else 1)
@@ -224,6 +225,7 @@ class TransformersEngine(Engine):
         for slot, sequence in zip(slots, sequences, strict=True):
             if len(sequence.prompt) > 1:
                 slots_of[_context(sequence)].append(slot)
+        self._slots.cache.begin([slot for slot, s in zip(slots, sequences, strict=True) if len(s.prompt) == 1])
         for context, chosen in slots_of.items():
             if chosen:
                 self._slots.cache.write(chosen, prefixes[context])
@@ -254,10 +256,10 @@ class TransformersEngine(Engine):
         waiting = self._requests.upcoming(4 * self._num_slots)
         upcoming: list[Context] = []
         for context in dict.fromkeys(_context(s) for s in waiting if not s.request.images):
-            num_tokens = len(context[0])
-            length = padded(num_tokens)
+            num_tokens = self._prefixes.cost(context)
+            length = padded(len(context[0]))
             fits = rows_left.get(length, 0) > 0 and num_tokens <= tokens_left
-            if num_tokens and fits and context not in new and context not in self._prefixes:
+            if context[0] and fits and context not in new and context not in self._prefixes:
                 upcoming.append(context)
                 rows_left[length] -= 1
                 tokens_left -= num_tokens

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from hotseat.algorithms.delta_rule import CHUNK
 from hotseat.errors import UnsupportedError
 from hotseat.train.sequence import Slice
 from hotseat.types import to_device
@@ -69,6 +70,44 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """The segments of packed tokens, as layers that carry a state from token to token need them.
+
+    Each segment is cut into chunks of `length` tokens, the last of which may be cut short. The first chunks of all
+    segments come first, then the second ones of those that have one, and so on.
+    """
+
+    rows: Tensor  # [chunks, num_before + length]: the rows of tokens, num_rows where there is none
+    counts: tuple[int, ...]  # segments with a first chunk, with a second, ...
+    length: int
+    places: Tensor  # [num_rows]: where each row stands in [chunks * length]
+
+    @staticmethod
+    def of(lengths: Tensor, offsets: Tensor, token: Tensor, num_before: int, device: torch.device | None) -> Chunks:
+        """Cut segments with these lengths and offsets.
+
+        token [sum of lengths]: the row of each place of each segment. num_before: the tokens of its segment in front
+        of a chunk that are listed with it.
+        """
+        # No longer than the longest segment asks for, by powers of two.
+        length = min(CHUNK, 1 << max(3, (int(lengths.max()) - 1).bit_length()))
+        num_chunks = (lengths + length - 1) // length
+        order = torch.argsort(num_chunks, descending=True, stable=True)
+        counts = [int((num_chunks > step).sum()) for step in range(int(num_chunks.max()))]
+        segment = torch.cat([order[:count] for count in counts])
+        first = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)) * length
+        position = first[:, None] + torch.arange(-num_before, length)
+        is_token = (position >= 0) & (position < lengths[segment, None])
+        num_rows = int(token.max()) + 1
+        rows = torch.full(position.shape, num_rows)
+        rows[is_token] = token[(offsets[segment, None] + position)[is_token]]
+        own, places = rows[:, num_before:].flatten(), torch.empty(num_rows, dtype=torch.int64)
+        filled = (own < num_rows).nonzero()[:, 0]
+        _set_rows(places, own[filled], filled)
+        return Chunks(to_device(rows, device), tuple(counts), length, to_device(places, device))
+
+
+@dataclass(frozen=True)
 class Blocks:
     """The segments of packed tokens, as attention needs them."""
 
@@ -78,27 +117,36 @@ class Blocks:
     places: Tensor | None = None  # [num_tokens]: where each token stands in what was gathered, one group after another
     copies: Tensor | None = None  # [sum of lengths]: for varlen attention, the tokens to gather; None: all as they are
     slice: Slice | None = None  # which of the tokens this rank has; None: all of them
+    chunks: Chunks | None = None  # for layers that carry a state
 
     @staticmethod
     def of(
-        lengths: Tensor, offsets: Tensor, token: Tensor | None = None, *, device: torch.device | None, has_flash: bool
+        lengths: Tensor,
+        offsets: Tensor,
+        token: Tensor | None = None,
+        *,
+        device: torch.device | None,
+        has_flash: bool,
+        num_before: int | None = None,
     ) -> Blocks:
         """Make the blocks of segments with these lengths and offsets.
 
         token [sum of lengths]: the token at each place of each segment, where segments share tokens; None: no two do.
+        num_before: see `Chunks`; None: no layer carries a state.
         """
         longest = DynamicInt(int(lengths.max()))  # to the compiler a number that changes, not a constant
         if token is None:
             token, is_shared = torch.arange(int(offsets[-1])), False
         else:
             is_shared = True
+        chunks = None if num_before is None else Chunks.of(lengths, offsets, token, num_before, device)
         places = torch.empty(int(token.max()) + 1, dtype=torch.int64)
         if has_flash:
             starts = to_device(offsets.to(torch.int32), device)
             if not is_shared:
-                return Blocks(starts, longest)
+                return Blocks(starts, longest, chunks=chunks)
             _set_rows(places, token, torch.arange(len(token)))
-            return Blocks(starts, longest, (), to_device(places, device), to_device(token, device))
+            return Blocks(starts, longest, (), to_device(places, device), to_device(token, device), chunks=chunks)
         order = torch.argsort(lengths, descending=True, stable=True).tolist()
         sizes = lengths.tolist()
         groups: list[list[int]] = []
@@ -120,7 +168,7 @@ class Blocks:
             _set_rows(places, token[tokens[is_token]], start + is_token.flatten().nonzero().squeeze(-1))
             rows.append((to_device(token[tokens.flatten()], device), len(group), length))
             start += tokens.numel()
-        return Blocks(None, longest, tuple(rows), to_device(places, device))
+        return Blocks(None, longest, tuple(rows), to_device(places, device), chunks=chunks)
 
 
 def _set_rows(target: Tensor, index: Tensor, values: Tensor) -> None:

@@ -27,6 +27,7 @@ class ForwardPass:
     sequence: SequenceGroup
     dropouts: Sequence[nn.Module] = ()  # in front of adapters; all others are off for good
     vision: Vision | None = None  # of a VLM
+    num_before: int | None = None  # see `Blocks.of`
     filler: MicroBatch | None = None  # for micro-batches without images, where other ranks may have some
 
     def set_dropout(self, is_on: bool) -> None:
@@ -56,6 +57,7 @@ class ForwardPass:
             with_counts=with_routing,
             vision=self.vision,
             teaching=teaching,
+            num_before=self.num_before,
         )
         outputs: dict[str, Tensor] = module(inputs, temperature, with_entropy)
         routing = outputs.pop("routing", None)

@@ -270,12 +270,13 @@ def model_input(
     with_counts: bool = False,
     vision: Vision | None = None,
     teaching: Teaching | None = None,
+    num_before: int | None = None,
 ) -> ModelInput:
     """Lay a micro-batch out for the model.
 
     Log-probs or values are computed for tokens under the mask, except for the first of a segment. With a `group` of
     several ranks the layout is packed, and cut to this rank's slice. `vision` prepares images. `teaching`: what there
-    is to do about a teacher.
+    is to do about a teacher. `num_before`: see `Blocks.of`.
     """
     if kind == "whole":
         every, scored = (to_device(each, device) for each in (batch.token_ids, batch.mask.nonzero()[:, 0]))
@@ -323,7 +324,14 @@ def model_input(
             input_ids, position_ids, counts = (
                 functional.pad(tensor, (0, num_filler)) for tensor in (input_ids, position_ids, counts)
             )
-        blocks = Blocks.of(lengths, starts, row_of if is_shared else None, device=device, has_flash=has_flash)
+        blocks = Blocks.of(
+            lengths,
+            starts,
+            row_of if is_shared else None,
+            device=device,
+            has_flash=has_flash,
+            num_before=num_before,
+        )
         if group is not None and group.size > 1:
             part = Slice(group, len(first))
             input_ids, position_ids, blocks = part.of(input_ids), part.of(position_ids), replace(blocks, slice=part)

@@ -16,6 +16,7 @@ from torch._dynamo import maybe_mark_dynamic
 from torch.utils._triton import has_triton
 from transformers import PreTrainedModel
 
+from hotseat.algorithms.delta_rule import delta_nets
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.model_source import NUMERIC, ModelSource
 from hotseat.observe.noise import without_log_lines
@@ -32,6 +33,7 @@ from hotseat.train.backend import TrainOptions
 from hotseat.train.divergence import TEACHER_FIELDS, Head, scores_with_teacher, teacher_rows
 from hotseat.train.experts import routing_sums
 from hotseat.train.liger import use_liger
+from hotseat.train.linear_attention import num_seen, use_own_linear_attention
 from hotseat.train.logprobs import Compiler, token_log_probs
 from hotseat.train.lora import add_adapters
 from hotseat.train.model_checks import check_fit, check_value_head, no_head
@@ -243,7 +245,9 @@ def prepare_model(
         add_adapters(model, options.lora, options.head)
     if options.freeze_visual_encoder:
         encoder_of(model).requires_grad_(False)
-    can_pack = attention is None and bool(getattr(model, "_supports_attention_backend", False))
+    # The layers of Qwen3.5 take an attention of ours too, but transformers does not say so.
+    takes_attention = getattr(model, "_supports_attention_backend", False) or delta_nets(model)
+    can_pack = attention is None and bool(takes_attention)
     plain = _use_own_attention(model) if can_pack else None
     if attention is not None:
         set_attention(model, attention)
@@ -251,6 +255,8 @@ def prepare_model(
         _use_image_attention(encoder_of(model))
     if options.gradient_checkpointing:
         _recompute(model, options.checkpointed_layers)
+    if can_pack:
+        use_own_linear_attention(layers(model))
     model.train()
     wrapped: Policy | ValueModel
     if options.head == "policy":
@@ -431,11 +437,16 @@ def _check_head(policy: Policy) -> None:
 
 
 def _has_state(model: PreTrainedModel) -> bool:
-    """Tell whether layers carry state from token to token besides the KV cache, across the ends of segments."""
+    """Tell whether layers carry state from token to token besides the KV cache, across the ends of segments.
+
+    Linear attention of ours does not.
+    """
+    ours = delta_nets(model)
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    is_other = not kinds <= {"full_attention", "sliding_attention"}
+    is_other = not kinds <= {"full_attention", "sliding_attention", *(["linear_attention"] if ours else [])}
     # Linear attention and state spaces have one, also where a config does not name the kinds of its layers.
-    return is_other or any(isinstance(module, nn.Conv1d) for module in model.modules())
+    known = {id(net.conv1d) for net in ours}
+    return is_other or any(isinstance(module, nn.Conv1d) and id(module) not in known for module in model.modules())
 
 
 def _packs(wrapped: Policy | ValueModel) -> bool:
@@ -444,6 +455,7 @@ def _packs(wrapped: Policy | ValueModel) -> bool:
     A model may have layers that our attention does not reach.
     """
     device, dtype = wrapped.model.device, next(wrapped.parameters()).dtype
+    num_before = num_seen(wrapped.model)
     apart = _probe(wrapped.model)
     # The same two segments behind a context of three tokens.
     context = apart.token_ids[:3]
@@ -459,7 +471,7 @@ def _packs(wrapped: Policy | ValueModel) -> bool:
     with torch.no_grad():
         for probe, kind in probes:
             [padded] = wrapped(model_input(probe, "padded", device=device), 1.0).values()
-            [packed] = wrapped(model_input(probe, kind, device=device), 1.0).values()
+            [packed] = wrapped(model_input(probe, kind, device=device, num_before=num_before), 1.0).values()
             if not _is_close(packed, padded, dtype):
                 return False
     return True

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hotseat.errors import UserError
+from hotseat.algorithms.delta_rule import DELTA_FAMILIES
+from hotseat.errors import UnsupportedError, UserError
 from hotseat.words import quantity
 
 
@@ -129,7 +130,12 @@ def check_ranks(size: int, num_ranks: int, name: str = "train.sequence_parallel_
 
 
 def check_heads(size: int, model_config: Any) -> None:
-    """Raise unless a model's attention heads divide over the ranks of a sequence group."""
+    """Raise unless the layers of a model can run on the ranks of a sequence group: its heads divide over them."""
+    if size > 1 and model_config.get_text_config().model_type in DELTA_FAMILIES:
+        raise UnsupportedError(
+            f"train.sequence_parallel_size is {size}, and the model has layers with linear attention, whose sequences"
+            " are not cut over ranks: set it to 1"
+        )
     num_heads = getattr(model_config.get_text_config(), "num_attention_heads", None)
     if num_heads is not None and num_heads % size:
         raise UserError(

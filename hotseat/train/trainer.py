@@ -56,6 +56,7 @@ from hotseat.train.forward import ForwardPass
 from hotseat.train.fragments import local
 from hotseat.train.headroom import Meter, is_out_of_memory, release_memory, trial_batch
 from hotseat.train.hooks import TrainerHooks
+from hotseat.train.linear_attention import num_seen
 from hotseat.train.lora import adapters_off, dropouts, find_adapters, save_adapter
 from hotseat.train.offload import PartResidency
 from hotseat.train.outgoing import OutgoingWeights
@@ -103,7 +104,13 @@ class Trainer(TrainerHooks):
         sequence = SequenceGroup(options.sequence_parallel_size, options.timeout_s)
         has_adapters = options.lora is not None
         self._forward_pass = ForwardPass(
-            layout, has_flash, device, sequence, dropouts(model) if has_adapters else [], Vision.of(model)
+            layout,
+            has_flash,
+            device,
+            sequence,
+            dropouts(model) if has_adapters else [],
+            Vision.of(model),
+            num_seen(model),
         )
         if options.filler_image is not None and ranks.size > 1:
             self._forward_pass.filler = image_filler(options.filler_image)

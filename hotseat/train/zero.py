@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hotseat.algorithms.adapters import WeightForm
+from hotseat.algorithms.delta_rule import delta_nets
 from hotseat.algorithms.digest import named_digests
+from hotseat.errors import UnsupportedError
 from hotseat.placement.role_names import Part
 from hotseat.train.adamw import make_adamw, set_learning_rate
 from hotseat.train.attention import has_flash
@@ -147,6 +149,11 @@ class ZeroBackend(Trainer):
         """Prepare the model for training, its layers compiled unless DeepSpeed compiles it as a whole."""
         if not self._is_whole:
             return prepare_model(model, options, device, compiler)
+        if delta_nets(model):
+            raise UnsupportedError(
+                f"train.deepspeed.deepcompile is true, and {type(model).__name__} has layers with linear attention,"
+                " which are not part of a graph: set it to false"
+            )
         if options.layout == "auto":  # one graph has one layout, not the cheapest for each micro-batch
             options = replace(options, layout="packed")
         wrapped, layout = prepare_model(model, options, device)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from doc_tables import with_table
 from loop_cases import rl_yaml
 
 from hotseat.cli.main import main
@@ -11,7 +12,6 @@ from hotseat.config import Config, loads, loads_saved
 from hotseat.config.load import valid_keys
 from hotseat.observe.diagnosis import RULES, diagnose, render_table
 from hotseat.observe.recorded import Curve, Recorded, read_recorded
-from hotseat.words import with_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "diagnosing.md"
 NUM_STEPS = 20

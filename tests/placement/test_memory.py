@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from placement_cases import shape
 
@@ -5,7 +7,7 @@ from hotseat.placement import Part
 from hotseat.placement import memory_terms as assumed
 from hotseat.placement.memory import estimate, kv_bytes_per_token
 from hotseat.placement.memory_settings import EngineMemory, ForwardMemory, Layout, SimulatorMemory, TrainMemory
-from hotseat.placement.shapes import ModelShape
+from hotseat.placement.shapes import LinearShape, ModelShape
 
 GIB = 2**30
 # 340 parameters: 84 outside the layers, 128 in each of two (counted in the test of shapes).
@@ -277,6 +279,19 @@ def test_tensor_parallel_cuts_weights_and_cache_until_heads_run_out():
     found = engine(tensor_parallel=2, model=model)
     assert parts(found, Part.WEIGHTS)["weights"] == model.num_parameters
     assert "communicator" in in_bytes(found.fixed)
+
+
+def test_layers_with_linear_attention_have_states_and_no_kv_cache():
+    # 8 layers, 6 of them with 4 states of 16 x 8 numbers and 3 tokens of 2 x 2 x 16 + 4 x 8 channels.
+    linear = LinearShape(6, num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, kernel=4)
+    model = replace(shape("Llama-3-8B"), num_layers=8, linear=linear)
+    assert kv_bytes_per_token(model, 2) == 2 * 2 * 8 * 128 * 2
+    states = 6 * 4 * (4 * 16 * 8 + 3 * 96)
+    assert linear.state_bytes == states
+    cache = engine(model=model).parts[Part.KV_CACHE][0]
+    assert cache.gib * GIB == pytest.approx(5 * (100 * 8192 + states))
+    assert "B of states)" in cache.formula
+    assert "linear attention" in in_bytes(engine(model=model).working["forward"])
 
 
 def test_a_share_too_small_to_start_with():

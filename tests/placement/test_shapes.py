@@ -130,6 +130,18 @@ def test_shapes_from_hugging_face_configs():
     assert from_hf_config(old).num_kv_heads == 32
 
 
+def test_qwen3_5_is_counted_for_text_alone():
+    text = LLAMA_3_8B | {"model_type": "qwen3_5_text", "head_dim": 256, "num_attention_heads": 16}
+    found = from_hf_config(text)  # every fourth layer has attention, unless the config says something else
+    assert (found.num_linear_layers, found.linear.channels) == (24, 2 * 16 * 128 + 32 * 128)
+    listed = ["linear_attention", "full_attention"] * 16
+    assert from_hf_config(text | {"layer_types": listed}).num_linear_layers == 16
+    assert from_hf_config(text | {"full_attention_interval": 2}).num_linear_layers == 16
+    assert from_hf_config({"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 27}}) == found
+    with refused("layer_types conv"):
+        from_hf_config(text | {"layer_types": ["conv", "linear_attention"]})
+
+
 def test_unusable_configs_name_the_missing_keys():
     with refused("lacks num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, vocab_size"):
         from_hf_config({"n_layer": 12})

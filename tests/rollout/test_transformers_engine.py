@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 
@@ -46,6 +47,7 @@ from hotseat.errors import (
 from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.rollout.any_slots import AnySlots
 from hotseat.rollout.llama_slots import LlamaSlots, slot_model
+from hotseat.rollout.slot_cache import Prefix, PrefixCache
 from hotseat.types import Completion, Request, Sampling
 
 from . import conformance
@@ -54,6 +56,14 @@ from .kernel_checks import GROUPED, SHAPE
 
 pytestmark = pytest.mark.slow
 
+KINDS_OF_LAYERS = ["linear_attention", "full_attention"]
+WIDE = {**SHAPE, "hidden_size": 704, "intermediate_size": 1408}
+del WIDE["num_hidden_layers"]
+# Of the states of real models, with fewer heads.
+LINEAR_SIZES = {"num_hidden_layers": 2, "layer_types": KINDS_OF_LAYERS} | {
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+}
 LLAMA_LIKE: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "llama, grouped, tied": LlamaConfig(**GROUPED, tie_word_embeddings=True),
@@ -80,7 +90,18 @@ OTHERS: dict[str, PreTrainedConfig] = {
     "gemma2, full and sliding, capped": Gemma2Config(
         **GROUPED, head_dim=16, sliding_window=7, query_pre_attn_scalar=16, attn_implementation="eager"
     ),
+    "qwen3.5, states": Qwen3_5TextConfig(
+        **GROUPED,
+        head_dim=16,
+        layer_types=KINDS_OF_LAYERS,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+    ),
 }
+MODELS = LLAMA_LIKE | OTHERS
+KINDS = [("llama, grouped, tied", True), ("llama, grouped, tied", False), ("qwen3.5, states", True)]
 
 
 def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
@@ -138,6 +159,7 @@ def subject(
 
 
 LLAMA = subject(LLAMA_LIKE["llama, grouped, tied"])
+LINEAR = subject(OTHERS["qwen3.5, states"])
 
 
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
@@ -150,19 +172,40 @@ def test_conformance_with_the_models_forward(check: Callable[[Subject], None]) -
     check(subject(LLAMA_LIKE["llama, grouped, tied"], own_layers=False))
 
 
+ABOUT_STATES = (  # of linear attention; the other checks are long
+    conformance.log_probs_are_those_of_the_model_at_the_sampling_temperature,
+    conformance.scores_are_those_of_the_model,
+    conformance.neither_company_nor_order_nor_slots_change_a_completion,
+    conformance.abort_gives_what_there_is_and_frees_the_slot,
+    conformance.scoring_does_not_disturb_what_is_in_flight,
+    conformance.pause_keeps_sequences_and_they_go_on_under_new_weights,
+    conformance.requests_in_flight_keep_or_recompute_their_cache_when_weights_change,
+    conformance.requests_in_flight_survive_offloading_only_if_paused,
+)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check if check in ABOUT_STATES else pytest.param(check, marks=pytest.mark.long) for check in conformance.CHECKS],
+    ids=lambda check: check.__name__,
+)
+def test_conformance_with_linear_attention(check: Callable[[Subject], None]) -> None:
+    check(LINEAR)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_conformance_where_several_tokens_are_sampled_before_the_host_looks(check: Callable[[Subject], None]) -> None:
     check(subject(LLAMA_LIKE["llama, grouped, tied"], tokens_at_once=5))
 
 
-@pytest.mark.parametrize("own_layers", [True, False])
-def test_the_number_of_tokens_before_the_host_looks_changes_no_bit(own_layers: bool) -> None:
+@pytest.mark.parametrize(("name", "own_layers"), KINDS)
+def test_the_number_of_tokens_before_the_host_looks_changes_no_bit(name: str, own_layers: bool) -> None:
     """Requests that stop, fill their length or are cut by their limit, more of them than slots."""
     asked = mixed(60, 67, longest=40)
     made = []
     for tokens_at_once in (1, 4, 16):
-        one = subject(LLAMA_LIKE["llama, grouped, tied"], own_layers=own_layers, tokens_at_once=tokens_at_once)
+        one = subject(MODELS[name], own_layers=own_layers, tokens_at_once=tokens_at_once)
         with one.engine(num_slots=24, max_length=64, eos_token_ids=(7, 11, 13)) as engine:
             made.append(engine.generate(asked))
             assert engine.health().num_sampled == sum(len(completion.token_ids) for completion in made[-1])
@@ -170,7 +213,8 @@ def test_the_number_of_tokens_before_the_host_looks_changes_no_bit(own_layers: b
     assert {completion.finish for completion in made[0]} == {"stop", "length"}
 
 
-def test_slots_are_moved_only_where_that_saves_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("one", [LLAMA, LINEAR], ids=["keys", "states"])
+def test_slots_are_moved_only_where_that_saves_rows(one: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 32 sequences the first 20 end early: 16 rows are decoded for the other 12, which moved once, and right."""
     moves = []
     move = TransformersEngine._move
@@ -179,22 +223,39 @@ def test_slots_are_moved_only_where_that_saves_rows(monkeypatch: pytest.MonkeyPa
     )
     lengths = [2 + index for index in range(20)] + [40] * 12
     asked = [request(f"{i}", seed=i, max_new_tokens=length) for i, length in enumerate(lengths)]
-    with LLAMA.engine(num_slots=32) as engine:
+    with one.engine(num_slots=32) as engine:
         completions = engine.generate(asked)
     assert len(moves) == 1
     assert set(moves[0]) <= set(range(16, 32))
-    with LLAMA.engine(num_slots=32) as engine:
+    with one.engine(num_slots=32) as engine:
         assert engine.generate(asked[::-1])[::-1] == completions
 
 
-@pytest.mark.parametrize("own_layers", [True, False])
-def test_requests_in_flight_recompute_their_cache_where_they_are_to(own_layers: bool) -> None:
-    one = subject(LLAMA_LIKE["llama, grouped, tied"], own_layers=own_layers, keeps_cache=False)
+def test_states_of_prefixes_take_room() -> None:
+    prefixes = PrefixCache(100, tokens_per_state=45)
+    some = Prefix(torch.zeros(1, 1, 5, 2), torch.zeros(1, 1, 5, 2), (torch.zeros(1, 90),))
+    contexts = [((token,) * 5, ()) for token in range(3)]
+    for context in contexts:
+        prefixes.put(context, some)
+    assert [context in prefixes for context in contexts] == [False, True, True]
+    assert prefixes.num_bytes == 2 * 4 * (10 + 10 + 90)
+    prefixes.put(((7,) * 56, ()), some)  # never fits
+    assert [context in prefixes for context in contexts] == [False, True, True]
+    with LINEAR.engine(num_slots=16, max_length=96) as engine:
+        cache = engine._slots.cache
+        # 3 x 80 convolved and 4 states of 8 x 12 in one layer; 2 heads with keys and values of 16 in the other
+        assert cache.tokens_per_state == math.ceil((3 * 80 + 4 * 8 * 12) / (2 * 2 * 16))
+
+
+@pytest.mark.parametrize(("name", "own_layers"), KINDS)
+def test_requests_in_flight_recompute_their_cache_where_they_are_to(name: str, own_layers: bool) -> None:
+    one = subject(MODELS[name], own_layers=own_layers, keeps_cache=False)
     conformance.requests_in_flight_keep_or_recompute_their_cache_when_weights_change(one)
 
 
-def test_a_cache_that_was_offloaded_while_weights_changed_is_recomputed() -> None:
-    one = subject(LLAMA_LIKE["llama, grouped, tied"], keeps_cache=False)
+@pytest.mark.parametrize("name", ["llama, grouped, tied", "qwen3.5, states"])
+def test_a_cache_that_was_offloaded_while_weights_changed_is_recomputed(name: str) -> None:
+    one = subject(MODELS[name], keeps_cache=False)
     asked = request("long", max_new_tokens=550)
     with one.engine(max_length=600) as engine, slowly():
         future = engine.submit(asked)
@@ -240,7 +301,7 @@ def test_own_layers_equal_the_models_forward(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*LLAMA_LIKE, *OTHERS])
 def test_every_model_is_bit_exact_and_agrees_with_itself(name: str) -> None:
-    one = subject({**LLAMA_LIKE, **OTHERS}[name])
+    one = subject(MODELS[name])
     conformance.log_probs_are_those_of_the_model_at_the_sampling_temperature(one)
     conformance.scores_are_those_of_the_model(one)
     requests = mixed(12, one.vocab_size, longest=8)
@@ -253,11 +314,17 @@ def test_every_model_is_bit_exact_and_agrees_with_itself(name: str) -> None:
         assert isinstance(slot_model(one.model(0), 2, 64, torch.device("cpu"), True), AnySlots)
 
 
-@pytest.mark.parametrize("own_layers", [True, False])
-def test_wide_layers_are_bit_exact(own_layers: bool) -> None:
+@pytest.mark.parametrize(
+    "one",
+    [
+        subject(LlamaConfig(**WIDE, num_hidden_layers=1)),
+        subject(LlamaConfig(**WIDE, num_hidden_layers=1), own_layers=False),
+        subject(Qwen3_5TextConfig(**WIDE, **LINEAR_SIZES)),
+    ],
+    ids=["own layers", "the model's forward", "linear attention"],
+)
+def test_wide_layers_are_bit_exact(one: Subject) -> None:
     """Where kernels change with the number of rows: more than 640 inputs, and sums over long contexts."""
-    config = LlamaConfig(**{**SHAPE, "hidden_size": 704, "intermediate_size": 1408, "num_hidden_layers": 1})
-    one = subject(config, own_layers)
     requests = [request(f"{i}", range(1, 3 + i), seed=i, max_new_tokens=3) for i in range(18)]
     requests.append(request("long", [i % 67 for i in range(400)], max_new_tokens=4))
     with one.engine(num_slots=32, max_length=600) as engine:
@@ -266,9 +333,16 @@ def test_wide_layers_are_bit_exact(own_layers: bool) -> None:
             assert engine.generate([asked]) == [completion]
 
 
-def test_several_threads_are_bit_exact_too() -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**{**SHAPE, "intermediate_size": 520, "num_hidden_layers": 1}),
+        Qwen3_5TextConfig(**{**SHAPE, "intermediate_size": 520, "layer_types": KINDS_OF_LAYERS}),
+    ],
+    ids=["llama", "qwen3.5"],
+)
+def test_several_threads_are_bit_exact_too(config: PreTrainedConfig) -> None:
     """With enough numbers in a tensor for torch to share them out."""
-    config = LlamaConfig(**{**SHAPE, "intermediate_size": 520, "num_hidden_layers": 1})
     requests = [request(f"{i}", range(1, 4 + i % 5), seed=i, max_new_tokens=2 + i % 3) for i in range(80)]
     expected = None
     for num_slots in (80, 16):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import delta_nets
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -37,11 +38,11 @@ def random_model(seed: int) -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
-def subject(own_layers: bool) -> Subject:
+def subject(own_layers: bool, model: Callable[[int], PreTrainedModel] = random_model) -> Subject:
     @contextmanager
     def engine(num_slots: int = 8, max_length: int = 128, eos_token_ids: Any = ()) -> Iterator[TransformersEngine]:
         engine = TransformersEngine(
-            random_model(0),
+            model(0),
             num_slots=num_slots,
             max_length=max_length,
             eos_token_ids=eos_token_ids,
@@ -52,13 +53,18 @@ def subject(own_layers: bool) -> Subject:
         finally:
             engine.close()
 
-    return Subject(engine=engine, model=random_model, is_bit_exact=False, tolerance=1e-4)
+    return Subject(engine=engine, model=model, is_bit_exact=False, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("own_layers", [True, False])
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_conformance(check: Callable[[Subject], None], own_layers: bool) -> None:
     check(subject(own_layers))
+
+
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
+def test_conformance_with_linear_attention(check: Callable[[Subject], None]) -> None:
+    check(subject(True, lambda seed: delta_nets.tiny(seed, max_position_embeddings=640)))
 
 
 @pytest.mark.parametrize("check", kernel_checks.CHECKS, ids=lambda check: check.__name__)

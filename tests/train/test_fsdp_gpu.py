@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import delta_nets
 import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
@@ -51,11 +52,9 @@ def test_one_rank(check: Any, tmp_path: Path) -> None:
     check(make, tmp_path)
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_varlen_attention_is_the_attention_of_single_segments(window: int | None) -> None:
-    """In 16 bits both layouts are about as far from the exact values."""
+def mistral(window: int | None) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = MistralForCausalLM(
+    return MistralForCausalLM(
         MistralConfig(
             vocab_size=VOCAB_SIZE,
             hidden_size=64,
@@ -66,6 +65,16 @@ def test_varlen_attention_is_the_attention_of_single_segments(window: int | None
             sliding_window=window,
         )
     )
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda: mistral(None), lambda: mistral(4), delta_nets.tiny],
+    ids=["whole", "window", "linear attention"],
+)
+def test_varlen_attention_is_the_attention_of_single_segments(made: Callable[[], PreTrainedModel]) -> None:
+    """In 16 bits both layouts are about as far from the exact values."""
+    model = made()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     batch = groups_of_four(20)
     found = {}
@@ -77,7 +86,7 @@ def test_varlen_attention_is_the_attention_of_single_segments(window: int | None
         ("bf16_master", "packed"),
         ("bf16_master", "shared"),
     ):
-        model = MistralForCausalLM(model.config)
+        model = type(model)(model.config)
         model.load_state_dict(state)
         backend = make(model, replace(OPTIONS, precision=precision, layout=layout))
         found[precision, layout] = backend.log_probs([batch], 1.0)[0]
