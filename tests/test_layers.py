@@ -146,7 +146,7 @@ ROWS_OF = {
         ("@shim",),
         ("__init__",),
         ("actor", "config_command", "embodied"),
-        ("rlinf_worker",),
+        ("fragments", "rlinf_worker"),
         ("channel",),
         ("worker_group",),
         ("rlinf_cluster", "rlinf_placement", "routing"),

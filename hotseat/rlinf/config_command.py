@@ -14,12 +14,16 @@ from hotseat.config import to_yaml
 from hotseat.config.load import loads_in_effect
 from hotseat.errors import ConfigError, Problem, UserError
 from hotseat.rlinf.config_keys import looks_like_rlinf, their_key, translate
+from hotseat.rlinf.fragments import explain, is_fragment
 
 
 def run_rlinf_config(arguments: argparse.Namespace) -> int:
     """Print our config on standard output, and what has no effect on standard error."""
     path: str = arguments.config
     values = read_rlinf(path)
+    if is_fragment(values) and not arguments.overrides:
+        print(explain(values), end="")
+        return 0
     if not looks_like_rlinf(values):
         raise UserError(f"{path} has no section runner, so it is no config of RLinf: `hotseat config` reads ours")
     translation = translate(values)

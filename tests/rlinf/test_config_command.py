@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from rlinf_table import main as write_table
 
 from hotseat.cli.main import main
@@ -52,6 +53,63 @@ def test_a_config_for_mathematics_becomes_ours_and_the_rest_is_listed(tmp_path, 
     named = [line.split()[3] for line in lines]
     assert {"hydra.run.dir", "cluster.num_gpus_per_node", "actor.model.activation", "data.type"} <= set(named)
     assert {"rollout.group_name", "rollout.model_arch", "actor.optim.overlap_grad_reduce"} <= set(named)
+
+
+HYBRID = """
+cluster:
+  num_nodes: 1
+  component_placement:
+    actor: 0-7
+    env: 0-3
+    rollout: 4-7
+"""
+OFFLOAD = """
+env: {enable_offload: True}
+rollout: {enable_offload: True}
+actor: {enable_offload: False}
+"""
+
+
+def printed_of(tmp_path, capsys, text):
+    (tmp_path / "part.yaml").write_text(text)
+    assert main(["rlinf-config", str(tmp_path / "part.yaml")]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_placement_alone_is_printed_with_what_it_means(tmp_path, capsys):
+    printed = printed_of(tmp_path, capsys, HYBRID)
+    assert yaml.safe_load(printed) == yaml.safe_load(HYBRID)
+    assert [line for line in printed.splitlines() if line.startswith("#")][:4] == [
+        "# hybrid on 1 node of 8 devices, if it has as many:",
+        "#   actor    8 processes on 0-7, shared with env, rollout",
+        "#   env      4 processes on 0-3, shared with actor",
+        "#   rollout  4 processes on 4-7, shared with actor",
+    ]
+
+
+def test_offload_settings_alone_are_printed_with_what_they_mean(tmp_path, capsys):
+    printed = printed_of(tmp_path, capsys, OFFLOAD)
+    assert yaml.safe_load(printed) == yaml.safe_load(OFFLOAD)
+    assert (
+        "# env, rollout: offloaded in every phase that does not need them (unset: where the memory is needed)\n"
+        in printed
+    )
+    assert "# actor: never offloaded (unset: where the memory is needed)\n" in printed
+
+
+def test_a_placement_on_more_devices_than_there_are_is_refused(tmp_path, capsys):
+    (tmp_path / "part.yaml").write_text("cluster: {num_gpus_per_node: 4, component_placement: {actor: 0-7}}")
+    assert main(["rlinf-config", str(tmp_path / "part.yaml")]) == 2
+    assert "actor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["", "cluster: {}", "cluster: {num_nodes: 1, other: 2}", "model: {enable_offload: true}"]
+)
+def test_what_is_neither_a_config_nor_a_part_of_one_is_refused(tmp_path, capsys, text):
+    (tmp_path / "part.yaml").write_text(text or "{}")
+    assert main(["rlinf-config", str(tmp_path / "part.yaml")]) == 2
+    assert "no config of RLinf" in capsys.readouterr().err
 
 
 EMBODIED = """
