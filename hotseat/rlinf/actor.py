@@ -36,7 +36,6 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "algorithm.logprob_type": ("token_level",),
     "algorithm.kl_beta": (0,),
     "algorithm.entropy_bonus": (0,),
-    "algorithm.clip_ratio_c": (),
     "algorithm.n_minibatches": (1,),
     "actor.training_backend": ("fsdp", "fsdp2"),
     "actor.model.lora_path": (),
@@ -52,7 +51,8 @@ _READ = frozenset(
         "actor.model": "model_path path precision is_lora lora_rank",
         "actor.optim": "lr adam_beta1 adam_beta2 adam_eps weight_decay clip_grad",
         "actor.fsdp_config": "gradient_checkpointing",
-        "algorithm": "group_size ratio_clip_eps clip_ratio_low clip_ratio_high update_epoch normalize_advantages",
+        "algorithm": "group_size ratio_clip_eps clip_ratio_low clip_ratio_high clip_ratio_c update_epoch"
+        " normalize_advantages",
         "algorithm.sampling_params": "temperature",
     }.items()
     for name in names.split()
@@ -110,6 +110,11 @@ class FSDPActor(Worker):
         self._is_offloaded = bool(self._actor.get("enable_offload"))  # between the calls that need the model
         settings = {**_leaves(self._actor, "actor"), **_leaves(self._algorithm, "algorithm")}
         _refuse_unknown_maths(settings)
+        dual = settings.get("algorithm.clip_ratio_c")
+        if dual is not None and float(dual) <= 1:
+            raise UserError(
+                f"algorithm.clip_ratio_c is {dual}: it bounds ratios of bad answers from above; set it above 1"
+            )
         idle = sorted(settings.keys() - _READ - _FIXED.keys())
         if idle and self._rank == 0:
             self.log_warning(f"no effect here: {', '.join(idle)}, which this actor does not read")
@@ -252,12 +257,12 @@ class FSDPActor(Worker):
     def _objective(self) -> PolicyObjective:
         low, high = (self._algorithm.get(f"clip_ratio_{side}") for side in ("low", "high"))
         both = self._algorithm.get("ratio_clip_eps")
-        epsilon = 0.2 if both is None else both
+        epsilon, dual = 0.2 if both is None else both, self._algorithm.get("clip_ratio_c")
         return PolicyObjective(
             policy_loss="ppo",
             clip_low=float(epsilon if low is None else low),
             clip_high=float(epsilon if high is None else high),
-            dual_clip=None,
+            dual_clip=None if dual is None else float(dual),
             correction=None,
             correction_low=0.0,
             correction_high=1.0,

@@ -45,8 +45,8 @@ def groups_of(trajectories):
     return [trajectories[at : at + 2] for at in range(0, len(trajectories), 2)]
 
 
-def expected_loss(task) -> float:
-    """PPO's loss in float64, token by token."""
+def expected_loss(task, dual_clip=float("inf")) -> float:
+    """PPO's loss in float64, token by token; a negative advantage is multiplied by `dual_clip` at the most."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -63,7 +63,8 @@ def expected_loss(task) -> float:
                 log_prob = torch.log_softmax(logits[at - 1], -1)[each["input_ids"][at]].item()
                 ratio = 2.718281828459045 ** (log_prob - each["prev_logprobs"][at])
                 clipped = min(max(ratio, 0.9), 1.3)
-                losses.append(-min(ratio * advantage, clipped * advantage))
+                surrogate = min(ratio * advantage, clipped * advantage)
+                losses.append(-(max(surrogate, dual_clip * advantage) if advantage < 0 else surrogate))
     return sum(losses) / len(losses)
 
 
@@ -112,6 +113,21 @@ def test_the_loss_is_that_of_ppo_and_training_resumes_from_a_checkpoint(task, tm
         uneven = FSDPActor.create_group(config(task, global_batch_size=6))
         with pytest.raises(WorkerError, match="3 trajectories on each of 2 ranks, in groups of algorithm.group_size 2"):
             uneven.launch(cluster, name="uneven", placement_strategy=NodePlacementStrategy([0, 0]))
+
+
+def test_clip_ratio_c_bounds_the_ratios_of_answers_with_a_negative_advantage(task):
+    """The second answer's ratio is far above 1.2: log-probs of a tiny model are some -2.5, and -3.2 was sampled."""
+    algorithm = config(task)["algorithm"] | {"clip_ratio_c": 1.2}
+    with HotseatCluster("local", num_devices=1) as machinery, Cluster(on=machinery) as cluster:
+        group = FSDPActor.create_group({**config(task), "algorithm": algorithm})
+        actor = group.launch(cluster, name="actor", placement_strategy=ONE)
+        actor.init_worker().wait()
+        channel = Channel.create("Bounded")
+        for each in groups_of(TRAJECTORIES):
+            channel.put(each)
+        loss = actor.run_training(channel).wait()[0]["actor/loss"]
+    assert loss == pytest.approx(expected_loss(task, dual_clip=1.2), rel=1e-4)
+    assert loss < expected_loss(task) - 1e-3  # some token is bounded
 
 
 class Inspected(FSDPActor):
@@ -178,7 +194,6 @@ def test_a_group_is_compared_within_itself_whichever_rank_takes_it(cluster):
         ("algorithm.entropy_bonus", 0.01, "0, or leave it out"),
         ("algorithm.adv_type", "gae", "grpo, or leave it out"),
         ("algorithm.loss_agg_func", "seq-mean-token-sum", "token-mean, or leave it out"),
-        ("algorithm.clip_ratio_c", 3.0, "null, or leave it out"),
         ("actor.lr_sched.lr_decay_style", "cosine", "constant, or leave it out"),
         ("actor.lr_sched.lr_warmup_fraction", 0.1, "0, or leave it out"),
         ("actor.lr_sched.lr_warmup_iters", 5, "0, or leave it out"),
@@ -199,6 +214,12 @@ def test_settings_that_the_actor_does_not_have_are_refused(cluster, path, value,
     at[name] = value
     with pytest.raises(WorkerError, match=f"{path} is {value}, which this actor does not have: set it to {fitting}"):
         FSDPActor.create_group(changed).launch(cluster, name="actor", placement_strategy=ONE)
+
+
+def test_a_bound_for_bad_answers_that_is_no_bound_is_refused(cluster):
+    bounded = with_settings(NO_MODEL, {"algorithm.clip_ratio_c": 0.8})
+    with pytest.raises(WorkerError, match="algorithm.clip_ratio_c is 0.8: it bounds ratios of bad answers from above"):
+        FSDPActor.create_group(bounded).launch(cluster, name="actor", placement_strategy=ONE)
 
 
 @pytest.mark.parametrize(
