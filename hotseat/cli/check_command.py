@@ -53,6 +53,7 @@ def run_check(arguments: argparse.Namespace) -> int:
 def show(found: Iterable[Finding], console: Console) -> int:
     """Print findings as they come, then what to do, and return the exit code."""
     from rich.table import Table
+    from rich.text import Text
 
     kept = []
     with console.status("looking") as status:
@@ -64,11 +65,10 @@ def show(found: Iterable[Finding], console: Console) -> int:
             line.add_column(width=1)
             line.add_column(width=22)
             line.add_column()
-            line.add_row(mark, finding.what, finding.text)
+            line.add_row(mark, Text(finding.what), Text(finding.text))  # brackets, as of extras, are no markup
             console.print(line)
     for finding in kept:
         if finding.advice:
-            console.print(
-                f"{finding.what}: {finding.advice}", style="red" if finding.stops else "yellow", soft_wrap=True
-            )
+            style = "red" if finding.stops else "yellow"
+            console.print(Text(f"{finding.what}: {finding.advice}", style), soft_wrap=True)
     return REFUSED if any(finding.stops for finding in kept) else OK

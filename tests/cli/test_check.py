@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import preloaded
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
 from hotseat.checks import findings as checks
 from hotseat.checks.findings import Finding, findings
+from hotseat.cli.check_command import show
 from hotseat.cli.cluster_check import node_findings, pairs
 from hotseat.cli.cluster_runs import (
     STEPS,
@@ -30,6 +32,14 @@ from hotseat.cluster.ports import free_port
 from hotseat.cluster.runtime import ClusterNode
 from hotseat.config import load
 from hotseat.config.batches import batch_algebra
+
+
+def test_brackets_are_printed_as_they_are(capsys):
+    finding = Finding("engine vllm", "not installed: 'hotseat[vllm]'", advice="pip install 'hotseat[vllm,deepspeed]'")
+    assert show([finding], Console(width=120)) == 0
+    printed = capsys.readouterr().out
+    assert "not installed: 'hotseat[vllm]'" in printed
+    assert "engine vllm: pip install 'hotseat[vllm,deepspeed]'\n" in printed
 
 
 def test_this_machine_can_run(capsys):

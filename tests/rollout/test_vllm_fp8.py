@@ -212,7 +212,9 @@ def test_log_probs_are_near_those_of_the_rounded_model_after_every_push(shared: 
             engine.load_weights(weights_of(number).items(), 1 + number)
             scores = torch.tensor(engine.score(sequences))[:, 1:]
             mine, other = (torch.tensor(references(each, sequences))[:, 1:] for each in (number, 1 - number))
-            assert (scores - mine).abs().median() < 0.2 < 1.0 < (scores - other).abs().median()
+            near, far = ((scores - each).abs().median() for each in (mine, other))
+            assert near < 0.2
+            assert far > 5 * near  # how far random models are from each other depends on the processor
 
 
 @pytest.mark.long
