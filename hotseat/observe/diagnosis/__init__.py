@@ -2,5 +2,6 @@
 
 from hotseat.observe.diagnosis.ending import Ending
 from hotseat.observe.diagnosis.rules import RULES, Cause, diagnose, render_table
+from hotseat.observe.diagnosis.unexplained import Unexplained, unexplained
 
-__all__ = ["RULES", "Cause", "Ending", "diagnose", "render_table"]
+__all__ = ["RULES", "Cause", "Ending", "Unexplained", "diagnose", "render_table", "unexplained"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from hotseat.observe.diagnosis.ending import FALL, MOST, Ending, has_learned, reward_range
+from hotseat.observe.diagnosis.ending import FALL, MOST, SOLVED, Ending, has_learned, reward_range
 from hotseat.observe.diagnosis.signs import Change, Evidence, Signs, evidence_at, lasting, scored_apart
 from hotseat.observe.recorded import Curve, Recorded
 
@@ -26,10 +26,16 @@ def constant_reward(recorded: Recorded, ending: Ending) -> Signs | None:
         return None
     evidence = (
         evidence_at(recorded, "reward_std", spread.steps[0], "0 in every step"),
-        evidence_at(recorded, "reward", spread.steps[0], "one value for every answer"),
+        evidence_at(recorded, "reward", spread.steps[0], "one value for every answer of a step"),
     )
     change = Change("reward.function", recorded.config.reward.function, "one that tells answers apart")
-    return Signs(spread.steps[0], 10.0, evidence, (change,))
+    return Signs(spread.steps[0], 10.0, evidence, (change,), _same_reward(recorded) or "")
+
+
+def _same_reward(recorded: Recorded) -> str | None:
+    """Say which reward every answer got, where it is the same for all of the run."""
+    low, high = reward_range(recorded)
+    return None if high - low > 1e-9 else f"every answer of the run got the same reward, {high:.3g}"
 
 
 def groups_alike(recorded: Recorded, ending: Ending) -> Signs | None:
@@ -44,12 +50,21 @@ def groups_alike(recorded: Recorded, ending: Ending) -> Signs | None:
     low, high = reward_range(recorded)
     cure = [Change("rollout.samples_per_prompt", rollout.samples_per_prompt, 2 * rollout.samples_per_prompt)]
     detail = "prompts are too hard or too easy"
-    if rollout.temperature < MOST:
+    is_cold = rollout.temperature < MOST
+    if is_cold:
         cure.insert(0, Change("rollout.temperature", rollout.temperature, 1.0))
         detail = f"the temperature is {rollout.temperature:g}, so that answers to one prompt are the same"
+    elif same := _same_reward(recorded):
+        detail = same
+    elif recorded.curve("reward").last >= low + SOLVED * (high - low):
+        detail = "nearly every answer has the highest reward"
+        cure.append(Change("data.path", recorded.config.data.path, "harder prompts"))
     elif recorded.curve("reward").last <= low + 0.1 * (high - low):
-        detail = "nearly every answer is wrong: easier prompts, or a reward with steps between its values"
-    return Signs(began, evidence.value / MOST, (evidence,), tuple(cure), detail)
+        detail = "nearly every answer is wrong"
+        cure.append(Change("data.path", recorded.config.data.path, "easier prompts"))
+        cure.append(Change("reward.function", recorded.config.reward.function, "one with steps between its values"))
+    is_setting = is_cold and began == recorded.curve("groups_alike").steps[0]
+    return Signs(began, evidence.value / MOST, (evidence,), tuple(cure), detail, is_setting)
 
 
 def truncation(recorded: Recorded, ending: Ending) -> Signs | None:
@@ -62,6 +77,11 @@ def truncation(recorded: Recorded, ending: Ending) -> Signs | None:
     now = recorded.config.rollout.max_new_tokens or round(recorded.curve("length").last)
     change = Change("rollout.max_new_tokens", now, 4 * now)
     return Signs(began, evidence.value / 0.5, (evidence,), (change,))
+
+
+def _fallen(recorded: Recorded, ending: Ending) -> Evidence:
+    value = recorded.curve(ending.metric).at(ending.began)
+    return evidence_at(recorded, ending.metric, ending.began, ending.depth(value))
 
 
 def length_reward(recorded: Recorded, ending: Ending) -> Signs | None:
@@ -84,7 +104,7 @@ def length_reward(recorded: Recorded, ending: Ending) -> Signs | None:
         evidence_at(recorded, "reward", began, "half of its rise or more follows"),
     ]
     if has_fallen:
-        evidence.append(evidence_at(recorded, ending.metric, ending.began, f"{FALL:.0%} below its peak"))
+        evidence.append(_fallen(recorded, ending))
     else:
         evidence.append(evidence_at(recorded, "truncated", length.steps[-1], "half of the answers"))
     now = recorded.config.rollout.max_new_tokens or round(length.last)
@@ -103,7 +123,7 @@ def reward_hack(recorded: Recorded, ending: Ending) -> Signs | None:
         return None  # the same reward on other prompts: they do not generalise
     evidence = (
         evidence_at(recorded, "reward", recorded.curve("reward").steps[-1], "rises"),
-        evidence_at(recorded, ending.metric, ending.began, f"{FALL:.0%} below its peak"),
+        _fallen(recorded, ending),
     )
     cure = (
         Change("reward.function", recorded.config.reward.function, "the score of the evaluation"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hotseat.observe.recorded import Curve, Recorded
@@ -19,13 +19,19 @@ MOST = 0.7  # share of groups or samples
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended. metric: the goal by which that is judged. stalled: it rose, then found no more signal."""
+    """How a run ended. metric: the goal by which that is judged. stalled: it rose, then found no more signal.
+
+    since: the step before `began` at which the goal was measured. reward_began: the first step of a fall of the reward,
+    where that is no later.
+    """
 
     kind: Literal["fell", "did not rise", "stalled", "rose", "held", "unknown"]
     metric: str = "reward"
     began: int = 0  # the first step of the fall
     before: float = math.nan  # the highest value before the fall, else the first
     after: float = math.nan  # the last value, or the lowest of a fall that was made good
+    since: int | None = None
+    reward_began: int | None = None
 
     @property
     def is_poor(self) -> bool:
@@ -39,26 +45,43 @@ class Ending:
         if self.kind == "unknown":
             return "too few steps were recorded to say how it went"
         place = f", beginning at step {self.began}" if self.kind in ("fell", "stalled") else ""
+        if self.kind == "fell" and self.since is not None and self.began - self.since > 1:
+            place = f", between steps {self.since} and {self.began}"
+        if self.reward_began is not None:
+            place += f"; reward fell from step {self.reward_began} on"
         return f"{self.metric} {self.kind}: {self.before:.3g} to {self.after:.3g}{place}"
+
+    def depth(self, value: float) -> str:
+        """Return in words how far a value is below the peak."""
+        share = f"{(self.before - value) / self.before:.0%} " if self.before > 0 else ""
+        return f"{share}below its peak of {self.before:.3g}"
 
 
 def ending_of(recorded: Recorded) -> Ending:
     """Tell how a run ended: by the first of its goals that fell, else by its reward."""
-    for name in GOALS:
-        fall = fall_of(name, recorded.curve(name), recorded)
-        if fall is not None:
+    falls = {name: fall for name in GOALS if (fall := fall_of(name, recorded.curve(name), recorded)) is not None}
+    for name, fall in falls.items():
+        own = falls.get("reward")
+        if name == "reward" or own is None or own.began > fall.began:
             return fall
+        return replace(fall, reward_began=own.began)
     curve = recorded.curve("reward")
     if len(curve.raw) < MIN_STEPS:
         return Ending("unknown")
     low, high = reward_range(recorded)
     held_out = recorded.curve("eval/accuracy")
-    gained = max(curve.last - curve.first, (held_out.last - held_out.raw[0]) * (high - low) if held_out else 0.0)
+    gained = {"reward": curve.last - curve.first}
+    if held_out:
+        gained["eval/accuracy"] = (held_out.last - held_out.raw[0]) * (high - low)
     # What is left to gain at the start counts: little of it is nothing.
-    has_risen = gained > max(0.1 * (high - curve.first), curve.noise) > 0.0
+    least = max(0.1 * (high - curve.first), curve.noise)
+    risen = next((name for name, gain in gained.items() if gain > least > 0.0), None)
+    has_risen = risen is not None
     is_solved = high > low and curve.last >= low + SOLVED * (high - low)
     if has_risen and (began := _stalls_from(recorded)) is not None:
         return Ending("stalled", "reward", began, curve.at(began), curve.last)
+    if risen == "eval/accuracy":
+        return Ending("rose", risen, held_out.steps[0], held_out.raw[0], held_out.last)
     kind: Literal["rose", "held", "did not rise"] = "rose" if has_risen else "held" if is_solved else "did not rise"
     return Ending(kind, "reward", curve.steps[0], curve.first, curve.last)
 
@@ -102,7 +125,8 @@ def fall_of(name: str, curve: Curve, recorded: Recorded) -> Ending | None:
             top = max(step for step, value in curve.pairs[:index] if value == before)
             middle = (before + after) / 2
             began = next((step for step, value in curve.pairs if step > top and value <= middle), curve.steps[-1])
-            fall = Ending("fell", name, began, before, after)
+            since = max(step for step in curve.steps if step < began)
+            fall = Ending("fell", name, began, before, after, since)
     return fall if fall.is_harm else None
 
 

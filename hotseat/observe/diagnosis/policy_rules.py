@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 from hotseat.observe.diagnosis.ending import MIN_STEPS, Ending, fall_of, has_learned
 from hotseat.observe.diagnosis.signs import Change, Evidence, Signs, entropy_metric, evidence_at, lasting, shown, slower
@@ -19,7 +20,7 @@ def not_finite(recorded: Recorded, ending: Ending) -> Signs | None:
     began = min([*broken.values(), *(step for step, value in skipped.pairs if value > 0)])
     evidence = tuple(Evidence(name, step, math.nan, "not finite") for name, step in broken.items())
     if skipped:
-        evidence = (*evidence, evidence_at(recorded, "skipped_updates", began, "3 or more, and one in 20 steps"))
+        evidence = (*evidence, evidence_at(recorded, "skipped_updates", began, f"{num_skipped:.0f} by the end"))
     changes = [slower(recorded, 10)]
     if recorded.config.train.dtype == "fp16":
         changes.insert(0, Change("train.dtype", "fp16", "bf16"))
@@ -37,15 +38,18 @@ def entropy_collapse(recorded: Recorded, ending: Ending) -> Signs | None:
     )
     if found is None:
         return None
-    _, evidence = found
-    began = curve.lasts_from(lambda value: value < 0.5 * max(curve.values[:2])) or evidence.step
+    _, low = found
+    half = 0.5 * max(curve.values[:2])
+    began = curve.lasts_from(lambda value: value < half) or low.step
+    start = evidence_at(recorded, metric, began, f"below {half:.2g}, half of the first values, to the end")
+    evidence = (start, low) if began < low.step else (low,)
     now = recorded.config.algorithm.entropy_coef
     cure = (
         Change("algorithm.entropy_coef", now, 2 * now if now else 0.01),
         Change("algorithm.clip_high", recorded.config.algorithm.clip_high, 0.28),
         slower(recorded, 3),
     )
-    return Signs(began, limit / max(evidence.value, limit / 100), (evidence,), cure)
+    return Signs(began, limit / max(low.value, limit / 100), evidence, cure)
 
 
 def entropy_bonus(recorded: Recorded, ending: Ending) -> Signs | None:
@@ -66,11 +70,14 @@ def kl_penalty(recorded: Recorded, ending: Ending) -> Signs | None:
     coefficient, kl = recorded.curve("kl_coefficient"), recorded.curve("kl")
     if not ending.is_harm or not kl or not coefficient:
         return None
-    spread, length = recorded.curve("group_reward_std"), recorded.curve("length")
+    # A group of one sample has no spread: the baseline of its reward is made from the whole step.
+    has_groups = recorded.config.rollout.samples_per_prompt > 1 and recorded.curve("group_reward_std")
+    spread_name = "group_reward_std" if has_groups else "reward_std"
+    spread, length = recorded.curve(spread_name), recorded.curve("length")
     sizes = {
         step: abs(coefficient.at(step) * value * length.at(step)) / max(spread.at(step), 1e-9)
         for step, value in kl.pairs
-        if spread.at(step) > 0
+        if spread and spread.at(step) > 0
     }
     ratio = Curve(tuple(sizes), tuple(sizes.values()))
     over = [step for step, value in sizes.items() if value > 1]
@@ -80,9 +87,9 @@ def kl_penalty(recorded: Recorded, ending: Ending) -> Signs | None:
     if len(over) < max(3, 0.5 * len(sizes)) or is_far:
         return None
     began = over[0]
-    name = "KL penalty of an answer / group_reward_std"
+    name = f"KL penalty of an answer / {spread_name}"
     evidence = (
-        Evidence(name, began, ratio.at(began), "above 1", ratio.raw[0], ratio.last),
+        Evidence(name, began, sizes[began], "above 1", ratio.raw[0], ratio.last),
         evidence_at(recorded, "kl", began, "the coefficient is " + shown(coefficient.at(began))),
     )
     largest = statistics.median(sizes[step] for step in over)
@@ -97,8 +104,10 @@ def kl_growth(recorded: Recorded, ending: Ending) -> Signs | None:
         return None
     # The first value is 0; what the policy has per token to differ in is its own entropy.
     entropy = recorded.curve(entropy_metric(recorded))
-    limit = max(10 * statistics.median(kl.values[1 : max(3, len(kl.raw) // 5)]), entropy.raw[0] if entropy else 0.1)
-    found = lasting(recorded, "kl", lambda value: value > limit, f"{limit:.2g}: 10 times the first, and the entropy")
+    grown, own = 10 * statistics.median(kl.values[1 : max(3, len(kl.raw) // 5)]), entropy.raw[0] if entropy else 0.1
+    limit = max(grown, own)
+    origin = "10 times its first values" if grown >= own else "the first entropy" if entropy else "a least value"
+    found = lasting(recorded, "kl", lambda value: value > limit, f"above {limit:.2g}, {origin}, to the end")
     if found is None:
         return None
     began, evidence = found
@@ -119,8 +128,8 @@ _JUMPS = {
 }
 
 
-def _jumps(name: str, curve: Curve) -> list[tuple[int, float]]:
-    """Return the steps at which a metric jumps, with the factor."""
+def _jumps(name: str, curve: Curve) -> list[tuple[int, float, float]]:
+    """Return the steps at which a metric jumps, with the factor and the median of the three steps from there."""
     factor, floor = _JUMPS[name]
     found = []
     for index in range(1, len(curve.raw)):
@@ -130,7 +139,7 @@ def _jumps(name: str, curve: Curve) -> list[tuple[int, float]]:
         if name == "length" and 0 < growth < 1:
             growth = 1 / growth
         if growth >= factor:
-            found.append((curve.steps[index], growth))
+            found.append((curve.steps[index], growth, after - floor))
     return found
 
 
@@ -143,20 +152,23 @@ def learning_rate(recorded: Recorded, ending: Ending) -> Signs | None:
     latest = own.began + near if own.kind == "fell" else reward.steps[0] + 2 * near
     earliest = own.began - near if own.kind == "fell" else 0
     found = {
-        name: (step, factor)
+        name: (step, factor, value)
         for name in _JUMPS
-        for step, factor in _jumps(name, recorded.curve(name))[::-1]
+        for step, factor, value in _jumps(name, recorded.curve(name))[::-1]
         if earliest <= step <= latest
     }
     if not found:
         return None
-    began = min(step for step, _ in found.values())
+    began = min(step for step, *_ in found.values())
     evidence = [
-        evidence_at(recorded, name, step, f"a jump by a factor of {factor:.1f} within 3 steps")
-        for name, (step, factor) in found.items()
+        replace(evidence_at(recorded, name, step, f"a jump by a factor of {factor:.1f} within 3 steps"), value=value)
+        for name, (step, factor, value) in found.items()
     ]
-    evidence.insert(0, evidence_at(recorded, "reward", own.began or began, "falls with it, or never rises"))
-    strength = max(factor / _JUMPS[name][0] for name, (_, factor) in found.items())
+    # Where an evaluation alone fell, the reward did not rise.
+    has_fallen = own.kind == "fell" and own.metric == "reward"
+    words = own.depth(reward.at(own.began)) if has_fallen else "it never rises"
+    evidence.insert(0, evidence_at(recorded, "reward", own.began or began, words))
+    strength = max(factor / _JUMPS[name][0] for name, (_, factor, _) in found.items())
     return Signs(began, strength, tuple(evidence), (slower(recorded, 10),))
 
 
@@ -172,7 +184,7 @@ def staleness(recorded: Recorded, ending: Ending) -> Signs | None:
         return None
     evidence = [
         evidence_at(recorded, "engine_gap", began, f"{GAP} nats per token between sampling and learning"),
-        evidence_at(recorded, "staleness_max", began, "2 updates or more"),
+        evidence_at(recorded, "staleness_max", began, f"up to {max(lag.raw):.0f} updates"),
     ]
     newest = recorded.curve("engine_gap_lag_0")
     if newest:
@@ -219,9 +231,16 @@ def large_updates(recorded: Recorded, ending: Ending) -> Signs | None:
         cure.insert(0, Change("train.max_epochs", train.max_epochs, 1))
     if train.batch_size < num_samples:
         cure.insert(0, Change("train.batch_size", train.batch_size, num_samples))
-    evidence = evidence_at(recorded, "clipped", began, "a fifth of the tokens, in most steps before the fall")
+    evidence = replace(
+        evidence_at(recorded, "clipped", began, "a fifth of the tokens, in most steps before the fall"),
+        value=clipped.within(began, began)[0],
+    )
     detail = f"{num_updates} optimizer steps for each rollout"
     return Signs(began, statistics.median(shares) / 0.2, (evidence,), tuple(cure), detail)
+
+
+_FAR_ABOVE = 100.0  # times the actor's learning rate: a critic's is rarely above ten
+_BLOWN_UP = 10.0  # times the first value loss
 
 
 def critic(recorded: Recorded, ending: Ending) -> Signs | None:
@@ -231,9 +250,19 @@ def critic(recorded: Recorded, ending: Ending) -> Signs | None:
     if found is None:
         return None
     began, evidence = found
-    critic = recorded.config.critic
-    cure = (
-        Change("critic.warmup_steps", critic.warmup_steps, max(10, 2 * critic.warmup_steps)),
-        Change("critic.optimizer.learning_rate", critic.optimizer.learning_rate, 3 * critic.optimizer.learning_rate),
-    )
-    return Signs(began, 1.0 - evidence.value, (evidence,), cure)
+    critic, loss = recorded.config.critic, recorded.curve("value_loss")
+    rate = critic.optimizer.learning_rate
+    share = rate / recorded.config.actor.optimizer.learning_rate
+    signs = Signs(began, 1.0 - evidence.value, (evidence,), ())
+    has_blown_up = loss and max(loss.values) > _BLOWN_UP * loss.raw[0] > 0
+    if not has_blown_up and share < _FAR_ABOVE:
+        warmup = Change("critic.warmup_steps", critic.warmup_steps, max(10, 2 * critic.warmup_steps))
+        return replace(signs, cure=(warmup, Change("critic.optimizer.learning_rate", rate, 3 * rate)))
+    if has_blown_up:
+        top = max(loss.raw)
+        step, words = loss.steps[loss.raw.index(top)], f"its peak, above {_BLOWN_UP:g} times the first value"
+        blown_up = replace(evidence_at(recorded, "value_loss", step, words), value=top)
+        signs = replace(signs, evidence=(evidence, blown_up))
+    lower = rate * min(0.1, 3 / share)  # three times the actor's, as a critic may have
+    detail = f"the critic's learning rate is {share:,.0f} times the actor's" if share >= 1.5 else ""
+    return replace(signs, cure=(Change("critic.optimizer.learning_rate", rate, lower),), detail=detail)

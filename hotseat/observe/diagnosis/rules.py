@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hotseat.observe.diagnosis import data_rules, policy_rules
 from hotseat.observe.diagnosis.ending import Ending, ending_of
-from hotseat.observe.diagnosis.signs import Signs
+from hotseat.observe.diagnosis.signs import Change, Signs
 from hotseat.observe.recorded import Recorded
 from hotseat.registry.lookup import Table
 
@@ -37,6 +37,11 @@ class Cause:
     rule: Rule
     signs: Signs
     follows: str | None = None  # name of the cause that brought it about
+
+    @property
+    def cure(self) -> tuple[Change, ...]:
+        """What to change; nothing for a consequence, which goes with its origin."""
+        return () if self.follows else self.signs.cure
 
 
 RULES = Table[Rule](
@@ -140,9 +145,9 @@ RULES = Table[Rule](
     ),
     Rule(
         "kl-penalty",
-        "`kl`, `kl_coefficient`, `length`, `group_reward_std`",
-        "in half of the steps the penalty of an answer is above the spread of rewards in its group, while `kl` is below"
-        " the first entropy, and harm",
+        "`kl`, `kl_coefficient`, `length`, `group_reward_std`, `reward_std`",
+        "in half of the steps the penalty of an answer is above the spread of rewards in its group, or in the step if"
+        " groups have one sample, while `kl` is below the first entropy, and harm",
         "the KL penalty outweighs the reward",
         "`algorithm.kl.coef` at a tenth of that spread",
         policy_rules.kl_penalty,
@@ -195,10 +200,11 @@ RULES = Table[Rule](
     ),
     Rule(
         "critic",
-        "`explained_variance`",
+        "`explained_variance`, `value_loss`",
         "below 0 to the end, and harm",
         "the critic is worse than a constant",
-        "`critic.warmup_steps`, 3 times `critic.optimizer.learning_rate`",
+        "`critic.warmup_steps`, 3 times `critic.optimizer.learning_rate`; a tenth or less of it, if it is 100 times the"
+        " actor's or `value_loss` grew tenfold",
         policy_rules.critic,
     ),
 )
@@ -217,7 +223,9 @@ def diagnose(recorded: Recorded) -> tuple[Ending, list[Cause]]:
     causes = []
     for name, signs in found.items():
         origins = [
-            other for other, its in found.items() if name in RULES[other].explains and its.began <= signs.began + slack
+            other
+            for other, its in found.items()
+            if name in RULES[other].explains and its.began <= signs.began + slack and not signs.is_setting
         ]
         causes.append(Cause(RULES[name], signs, min(origins, key=lambda other: found[other].began, default=None)))
     return ending, sorted(causes, key=lambda each: (each.follows is not None, each.signs.began, -each.signs.strength))

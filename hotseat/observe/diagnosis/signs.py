@@ -24,10 +24,9 @@ class Evidence:
     def __str__(self) -> str:
         if math.isnan(self.value):
             return f"{self.metric} is {self.threshold} at step {self.step}"
-        return (
-            f"{self.metric} is {self.value:.3g} at step {self.step} ({self.threshold}); it went from {self.first:.3g}"
-            f" to {self.last:.3g}"
-        )
+        value, first, last = (f"{each:.3g}" for each in (self.value, self.first, self.last))
+        trend = f"; it went from {first} to {last}" if first != last else f"; it began and ended at {first}"
+        return f"{self.metric} is {value} at step {self.step} ({self.threshold}){trend * (not value == first == last)}"
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,24 @@ class Change:
 
 @dataclass(frozen=True)
 class Signs:
-    """What a rule found. strength: how far the threshold was passed, as a factor."""
+    """What a rule found.
+
+    strength: how far the threshold was passed, as a factor. is_setting: a setting shows the same, so that no other
+    cause brought it about.
+    """
 
     began: int
     strength: float
     evidence: tuple[Evidence, ...]
     cure: tuple[Change, ...]
     detail: str = ""
+    is_setting: bool = False
 
 
 def shown(value: Any) -> str:
+    """Return a value as config files write it."""
+    if value is None or isinstance(value, bool):
+        return {None: "unset", True: "true", False: "false"}[value]
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
