@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from hotseat.cli.ending import OK
-from hotseat.observe.diagnosis import Cause, Ending, diagnose
+from hotseat.observe.diagnosis import Cause, Ending, Unexplained, diagnose, unexplained
+from hotseat.observe.diagnosis.ending import MIN_STEPS
 from hotseat.observe.recorded import read_recorded
 from hotseat.observe.report.reading import check_is_run
 
-CAUSE = 3  # exit code of a run that a rule fires for; 1 and 2 are the command's own, as everywhere
+FAILED = 3  # exit code of a run that failed or that a rule fires for; 1 and 2 are the command's own, as everywhere
 
 
 def run_diagnose(arguments: argparse.Namespace) -> int:
@@ -23,36 +25,60 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
     check_is_run(run_dir)
     recorded = read_recorded(run_dir)
     ending, causes = diagnose(recorded)
+    unknown = unexplained(recorded, ending, causes)
     if arguments.json:
-        print(json.dumps(facts(run_dir, ending, causes, recorded.error), indent=1))
+        print(json.dumps(facts(run_dir, ending, causes, unknown, recorded.error), indent=1))
     else:
-        for line in lines(ending, causes, recorded.error):
+        for line in lines(run_dir, ending, causes, unknown, recorded.error):
             Console().print(line, markup=False, highlight=False, soft_wrap=True)
-    return CAUSE if causes else OK
+    return FAILED if causes or unknown else OK
 
 
-def lines(ending: Ending, causes: list[Cause], error: str | None) -> list[str]:
+def lines(
+    run_dir: Path, ending: Ending, causes: list[Cause], unknown: Unexplained | None, error: str | None
+) -> list[str]:
     """Return the diagnosis for people."""
     said = [str(ending)]
     if error is not None:
         said.append(f"it ended with an error: {error.splitlines()[0]}")
+    if unknown is not None:
+        return [*said, *_unknown_lines(run_dir, ending, unknown)]
     if not causes:
-        return [*said, "healthy: no rule fires"]
+        is_short = ending.is_poor or ending.kind == "unknown"
+        few = f"no rule fires; fewer than {MIN_STEPS} steps are too few to judge by"
+        return [*said, few if is_short else "healthy: no rule fires"]
     for number, cause in enumerate(causes, start=1):
         signs = cause.signs
-        origin = f", which {cause.follows} brings about" if cause.follows else ""
-        said.append(f"\n{number}. {cause.rule.name}: {cause.rule.words} (from step {signs.began}{origin})")
+        origin = f", a consequence of {cause.follows}" if cause.follows else ""
+        said.append(f"\n{number}. {cause.rule.name}: {cause.rule.words} (seen from step {signs.began}{origin})")
         said += [f"   {signs.detail}"] * bool(signs.detail)
         said += [f"   {each}" for each in signs.evidence]
-        said += [f"   try {each}" for each in signs.cure]
+        said += [f"   try {each}" for each in cause.cure]
     return said
 
 
-def facts(run_dir: Path, ending: Ending, causes: list[Cause], error: str | None) -> dict[str, Any]:
+def _unknown_lines(run_dir: Path, ending: Ending, unknown: Unexplained) -> list[str]:
+    said = [
+        "failed, cause unknown: no rule fires",
+        f"   looked at: {', '.join(unknown.looked_at)}",
+        f"   not recorded: {', '.join(unknown.not_recorded)}",
+    ]
+    place = f"the samples around step {unknown.step}" if ending.kind == "fell" else "the samples with the most reward"
+    return [
+        *said,
+        f"   next: `hotseat report {run_dir}`, to read {place}",
+        "   next: short runs in which one setting differs: any of these can do such harm without a sign in the metrics",
+        *(f"      {each}" for each in unknown.trials),
+    ]
+
+
+def facts(
+    run_dir: Path, ending: Ending, causes: list[Cause], unknown: Unexplained | None, error: str | None
+) -> dict[str, Any]:
     """Return the diagnosis as one JSON object."""
     return {
         "run": str(run_dir),
-        "healthy": not causes,
+        "healthy": not causes and unknown is None,
         "error": error,
         "ending": _finite(vars(ending)),
         "causes": [
@@ -64,10 +90,11 @@ def facts(run_dir: Path, ending: Ending, causes: list[Cause], error: str | None)
                 "follows": cause.follows,
                 "detail": cause.signs.detail,
                 "evidence": [_finite(vars(each)) for each in cause.signs.evidence],
-                "cure": [vars(each) for each in cause.signs.cure],
+                "cure": [vars(each) for each in cause.cure],
             }
             for cause in causes
         ],
+        "unknown": None if unknown is None else asdict(unknown),
     }
 
 

@@ -108,7 +108,7 @@ Causes are in the order of likelihood: the ones that began first, then what they
 the rules. Everything is read from RUN_DIR, during the run, too.
 
 exit codes:
-  0    healthy: no rule fires
+  0    healthy: no rule fires, and it did not fail
   1    the records could not be read
   2    RUN_DIR holds no run
   3    there is a likely cause""",

@@ -1,6 +1,8 @@
 """Why a run collapsed: each rule fires on records made by hand that show its cause, and on no healthy ones."""
 
+import graphlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from loop_cases import rl_yaml
 from hotseat.cli.main import main
 from hotseat.config import Config, loads, loads_saved
 from hotseat.config.load import valid_keys
-from hotseat.observe.diagnosis import RULES, diagnose, render_table
+from hotseat.observe.diagnosis import RULES, diagnose, render_table, unexplained
 from hotseat.observe.recorded import Curve, Recorded, read_recorded
 
 PAGE = Path(__file__).parents[2] / "docs" / "diagnosing.md"
@@ -125,11 +127,17 @@ HEALTHY = {
     "grows longer as it should": recorded(
         reward=RISES, length=range(20, 40), truncated=NUM_STEPS * [0.1], eval__accuracy=[0.1, 0.3, 0.6, 0.8, 0.8]
     ),
-    "learns slowly": recorded(reward=FLAT, groups_alike=NUM_STEPS * [0.3], length=NUM_STEPS * [3]),
+    "holds what it had": recorded(reward=NUM_STEPS * [0.95], groups_alike=NUM_STEPS * [0.9]),
+    "learns slowly": recorded(reward=[0.1 + 0.01 * step for step in range(NUM_STEPS)], groups_alike=NUM_STEPS * [0.3]),
     "has one answer to a prompt": recorded(
         "rollout.samples_per_prompt=1", reward=[0.6 + 0.1 * value for value in RISES], groups_alike=NUM_STEPS * [1]
     ),
     "has begun": recorded(reward=[0.2, 0.1]),
+}
+UNKNOWN = {
+    "does not rise": recorded(reward=FLAT, groups_alike=NUM_STEPS * [0.3], length=NUM_STEPS * [3]),
+    "falls": recorded(reward=[0.5, 0.5, 0.4, 0.2, *16 * [0.1]], length=NUM_STEPS * [3]),
+    "falls where it is held out": recorded(reward=FLAT, eval__accuracy=[0.4, 0.1, 0, 0, 0]),
 }
 
 
@@ -145,20 +153,60 @@ def test_each_cause_is_found_first(name):
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_no_rule_fires_for_a_run_that(name):
-    assert diagnose(HEALTHY[name])[1] == []
+    ending, causes = diagnose(HEALTHY[name])
+    assert causes == []
+    assert unexplained(HEALTHY[name], ending, causes) is None
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_no_rule_explains_why_it_failed_for_a_run_that(name):
+    ending, causes = diagnose(UNKNOWN[name])
+    assert causes == []
+    unknown = unexplained(UNKNOWN[name], ending, causes)
+    assert "reward" in unknown.looked_at
+    assert "kl" in unknown.not_recorded
+    assert "actor.optimizer.learning_rate" in {change.option for change in unknown.trials}
+
+
+def test_a_run_that_failed_for_no_known_cause_is_not_called_healthy(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(SETTINGS + "algorithm: {kl: {coef: 5}}\n")
+    write_lines(tmp_path / "metrics.jsonl", *({"step": step, "reward": 0.2 + step % 2 / 10} for step in range(1, 21)))
+    assert main(["diagnose", str(tmp_path)]) == 3
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "reward did not rise: 0.25 to 0.25\nfailed, cause unknown: no rule fires\n   looked at: reward\n"
+    )
+    assert f"`hotseat report {tmp_path}`" in said
+    assert "algorithm.kl.coef: 5 -> 0\n" in said
+    assert main(["diagnose", str(tmp_path), "--json"]) == 3
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["healthy"], facts["causes"], facts["unknown"]["looked_at"]) == (False, [], ["reward"])
+
+
+def test_few_steps_are_called_neither_failed_nor_healthy(tmp_path, capsys):
+    write_lines(tmp_path / "metrics.jsonl", {"step": 1, "reward": 0.2}, {"step": 2, "reward": 0.1})
+    assert main(["diagnose", str(tmp_path)]) == 0
+    said = "reward fell: 0.2 to 0.1, beginning at step 2\nno rule fires; fewer than 8 steps are too few to judge by\n"
+    assert capsys.readouterr().out == said
+
+
+def test_no_cause_brings_itself_about():
+    # Only causes that no other brought about have a cure: around a circle, there would be none.
+    graphlib.TopologicalSorter({rule.name: rule.explains for rule in RULES.values()}).prepare()
 
 
 def test_what_a_cause_brings_about_comes_behind_it():
     ending, causes = diagnose(COLLAPSED["learning-rate"])
-    assert str(ending) == "eval/accuracy fell: 0.1 to 0, beginning at step 5"
+    assert str(ending) == "eval/accuracy fell: 0.1 to 0, between steps 0 and 5"
     assert [(cause.rule.name, cause.follows) for cause in causes] == [
         ("learning-rate", None),
         ("truncation", "learning-rate"),
         ("groups-alike", "learning-rate"),
     ]
-    assert [str(change) for change in causes[0].signs.cure] == ["actor.optimizer.learning_rate: 0.2 -> 0.02"]
+    assert [str(change) for change in causes[0].cure] == ["actor.optimizer.learning_rate: 0.2 -> 0.02"]
+    assert [cause.cure for cause in causes[1:]] == [(), ()]
     # The median of three steps has 8 tokens from step 5 on: two of 5, 6, 7.
-    assert "length is 2 at step 5 (a jump by a factor of 4.0 within 3 steps); it went from 2 to 8" in map(
+    assert "length is 8 at step 5 (a jump by a factor of 4.0 within 3 steps); it went from 2 to 8" in map(
         str, causes[0].signs.evidence
     )
 
@@ -174,6 +222,96 @@ def test_a_run_without_a_signal_before_it_is_right_has_stalled():
     ending, causes = diagnose(recorded(reward=reward, groups_alike=[0.2, 0.3, 0.5, *17 * [0.9]]))
     assert (ending.kind, ending.began) == ("stalled", 4)
     assert [cause.rule.name for cause in causes] == ["groups-alike"]
+
+
+def test_the_line_names_what_shows_the_fall_first():
+    ending, _ = diagnose(recorded(reward=[0.5, 0.5, *18 * [0]], eval__accuracy=[0.7, 0.7, 0, 0, 0]))
+    # The reward is 0 from step 3 on, and so the smoothed one; evaluations were made at 0, 5, 10, 15, 20.
+    assert str(ending) == "eval/accuracy fell: 0.7 to 0, between steps 5 and 10; reward fell from step 3 on"
+
+
+def test_the_line_shows_the_metric_that_rose():
+    ending, _ = diagnose(recorded(reward=NUM_STEPS * [0.65], eval__accuracy=[0.7, 0.75, 0.8, 0.8, 0.8]))
+    assert str(ending) == "eval/accuracy rose: 0.7 to 0.8"
+
+
+def cause_of(name, run):
+    return next(cause for cause in diagnose(run)[1] if cause.rule.name == name)
+
+
+def said_of(name, run):
+    signs = cause_of(name, run).signs
+    return [signs.detail, *map(str, signs.evidence)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "loss", "cure"),
+    [
+        ("actor.optimizer.learning_rate=1e-3 critic.optimizer.learning_rate=2e-3", 20 * [0.1], "0.002 -> 0.006"),
+        ("actor.optimizer.learning_rate=1e-3 critic.optimizer.learning_rate=1", 20 * [0.1], "1 -> 0.003"),
+        # A tenth of a rate that is not far above the actor's.
+        (
+            "actor.optimizer.learning_rate=1e-3 critic.optimizer.learning_rate=2e-3",
+            [0.1, *19 * [5]],
+            "0.002 -> 0.0002",
+        ),
+    ],
+)
+def test_a_critic_whose_rate_is_too_high_gets_a_lower_one(settings, loss, cure):
+    run = recorded(
+        f"algorithm.estimator=gae {settings}", reward=FLAT, explained_variance=NUM_STEPS * [-0.5], value_loss=loss
+    )
+    assert f"critic.optimizer.learning_rate: {cure}" in map(str, cause_of("critic", run).cure)
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_a_constant_reward_is_called_neither_right_nor_wrong(value):
+    run = recorded(reward=NUM_STEPS * [value], reward_std=NUM_STEPS * [0], groups_alike=NUM_STEPS * [1])
+    run = replace(run, rewards=(value, value))
+    for name in ("constant-reward", "groups-alike"):
+        assert said_of(name, run)[0] == f"every answer of the run got the same reward, {value}"
+    assert [cause.follows for cause in diagnose(run)[1]] == [None, "constant-reward"]
+
+
+def test_a_temperature_that_makes_answers_alike_from_the_start_keeps_its_cure():
+    run = recorded(
+        "rollout.temperature=0.02",
+        reward=NUM_STEPS * [0],
+        reward_std=NUM_STEPS * [0],
+        groups_alike=NUM_STEPS * [1],
+        truncated=NUM_STEPS * [1],
+    )
+    assert "rollout.temperature: 0.02 -> 1" in map(str, cause_of("groups-alike", run).cure)
+
+
+@pytest.mark.parametrize("group", [{"group_reward_std": NUM_STEPS * [0]}, {}])
+def test_a_penalty_on_single_answers_is_compared_with_the_spread_over_the_step(group):
+    run = recorded(
+        "algorithm.kl.coef=10 rollout.samples_per_prompt=1",
+        reward=FLAT,
+        reward_std=NUM_STEPS * [0.4],
+        kl=[0, *19 * [0.05]],
+        kl_coefficient=NUM_STEPS * [10],
+        length=NUM_STEPS * [2],
+        **group,
+    )
+    # 10 x 0.05 x 2 tokens is 1, and 2.5 times 0.4.
+    assert "KL penalty of an answer / reward_std is 2.5 at step 2 (above 1); it went from 0 to 2.5" in said_of(
+        "kl-penalty", run
+    )
+    assert [str(change) for change in cause_of("kl-penalty", run).cure] == ["algorithm.kl.coef: 10 -> 0.4"]
+
+
+def test_figures_fit_the_step_from_which_a_cause_is_seen():
+    collapse = cause_of("entropy-collapse", COLLAPSED["entropy-collapse"])
+    assert (collapse.signs.began, [each.step for each in collapse.signs.evidence]) == (3, [3, 4])
+    assert "algorithm.entropy_coef: unset -> 0.01" in map(str, collapse.cure)
+    assert "truncated is 0.9 at step 1 (half of the answers or more, to the end)" in said_of(
+        "truncation", COLLAPSED["truncation"]
+    )
+    assert "eval/accuracy is 0.2 at step 10 (60% below its peak of 0.5); it went from 0.5 to 0" in said_of(
+        "reward-hack", COLLAPSED["reward-hack"]
+    )
 
 
 def test_a_curve_is_judged_by_its_trend():
@@ -244,6 +382,6 @@ def test_a_run_whose_reward_never_differs_is_diagnosed(task, capsys):
     assert said["causes"][0]["name"] == "constant-reward"
     assert not said["healthy"]
     assert main(["diagnose", str(task / "runs" / "run")]) == 3
-    assert "1. constant-reward: every answer has the same reward, so nothing is learned (from step 1)" in (
+    assert "1. constant-reward: every answer has the same reward, so nothing is learned (seen from step 1)" in (
         capsys.readouterr().out
     )

@@ -1,0 +1,43 @@
+"""What to say of a run that failed and that no rule explains: what was looked at, and where to look next."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hotseat.observe.diagnosis.ending import GOALS, MIN_STEPS, Ending
+from hotseat.observe.diagnosis.rules import RULES, Cause
+from hotseat.observe.diagnosis.signs import Change, entropy_metric, slower
+from hotseat.observe.recorded import Recorded
+
+
+@dataclass(frozen=True)
+class Unexplained:
+    """looked_at, not_recorded: metrics. trials: settings that can do such harm, each for a short run of its own."""
+
+    looked_at: tuple[str, ...]
+    not_recorded: tuple[str, ...]
+    step: int
+    trials: tuple[Change, ...]
+
+
+def unexplained(recorded: Recorded, ending: Ending, causes: list[Cause]) -> Unexplained | None:
+    """Return what was looked at in a run that failed for no known cause; None for any other, or a beginning."""
+    if causes or not ending.is_poor or len(recorded.curve("reward").raw) < MIN_STEPS:
+        return None
+    read = dict.fromkeys([*GOALS, *(name for rule in RULES.values() for name in re.findall("`([a-z_]+)`", rule.reads))])
+    read |= {entropy_metric(recorded): None}  # an estimate, where samples were recorded
+    config = recorded.config
+    trials = [slower(recorded, 10)]
+    if ending.kind != "fell":
+        trials.append(slower(recorded, 1 / 3))
+    if config.algorithm.kl.coef:
+        trials.insert(0, Change("algorithm.kl.coef", config.algorithm.kl.coef, 0))
+    if config.overlap.staleness:
+        trials.append(Change("overlap.staleness", config.overlap.staleness, 0))
+    return Unexplained(
+        tuple(name for name in read if recorded.curve(name)),
+        tuple(name for name in read if not recorded.curve(name) and name != "surprise"),
+        ending.began if ending.reward_began is None else ending.reward_began,
+        tuple(trials),
+    )
