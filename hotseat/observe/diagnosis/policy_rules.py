@@ -9,6 +9,8 @@ from dataclasses import replace
 from hotseat.observe.diagnosis.ending import MIN_STEPS, Ending, fall_of, has_learned
 from hotseat.observe.diagnosis.signs import Change, Evidence, Signs, entropy_metric, evidence_at, lasting, shown, slower
 from hotseat.observe.recorded import Curve, Recorded
+from hotseat.registry.correction_kinds import OFF_POLICY_CORRECTION
+from hotseat.registry.engines import DEFAULT_ENGINE
 
 
 def not_finite(recorded: Recorded, ending: Ending) -> Signs | None:
@@ -192,7 +194,7 @@ def staleness(recorded: Recorded, ending: Ending) -> Signs | None:
     config = recorded.config
     cure = [Change("overlap.staleness", config.overlap.staleness, 1)]
     if config.algorithm.correction.kind == "none":
-        cure.append(Change("algorithm.correction.kind", "none", "tis"))
+        cure.append(Change("algorithm.correction.kind", "none", OFF_POLICY_CORRECTION))
     return Signs(began, max(gap.values) / GAP, tuple(evidence), (*cure, slower(recorded, 3)))
 
 
@@ -207,11 +209,11 @@ def engine_gap(recorded: Recorded, ending: Ending) -> Signs | None:
         return None
     began, evidence = min(found, key=lambda each: each[0])
     config = recorded.config
-    cure = [Change("algorithm.correction.kind", config.algorithm.correction.kind, "tis")]
+    cure = [Change("algorithm.correction.kind", config.algorithm.correction.kind, OFF_POLICY_CORRECTION)]
     if config.rollout.quantization is not None:
         cure.insert(0, Change("rollout.quantization", config.rollout.quantization, "null"))
-    elif config.rollout.engine != "transformers":
-        cure.insert(0, Change("rollout.engine", config.rollout.engine, "transformers"))
+    elif config.rollout.engine != DEFAULT_ENGINE:
+        cure.insert(0, Change("rollout.engine", config.rollout.engine, DEFAULT_ENGINE))
     return Signs(began, evidence.value, (evidence,), tuple(cure))
 
 
