@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from hotseat.cli.ending import OK
+from hotseat.errors import UserError
 from hotseat.observe.diagnosis import Cause, Ending, Unexplained, diagnose, unexplained
 from hotseat.observe.diagnosis.ending import MIN_STEPS
 from hotseat.observe.recorded import read_recorded
@@ -24,6 +25,11 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
     run_dir = Path(arguments.run_dir)
     check_is_run(run_dir)
     recorded = read_recorded(run_dir)
+    if not recorded.config.has_rollouts:
+        raise UserError(
+            f"{run_dir} is a run of {recorded.config.task}, and the rules are about rollouts and rewards:"
+            f" `hotseat report {run_dir}` draws its curves"
+        )
     ending, causes = diagnose(recorded)
     unknown = unexplained(recorded, ending, causes)
     if arguments.json:

@@ -385,3 +385,10 @@ def test_a_run_whose_reward_never_differs_is_diagnosed(task, capsys):
     assert "1. constant-reward: every answer has the same reward, so nothing is learned (seen from step 1)" in (
         capsys.readouterr().out
     )
+
+
+def test_a_run_without_rollouts_is_refused(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("task: sft\nactor: {model: m}\ndata: {path: d}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert "is a run of sft, and the rules are about rollouts and rewards" in capsys.readouterr().err
