@@ -284,11 +284,12 @@ def _run(script: str) -> int:
     module = _module_of(script)
     try:
         with open(script, "rb") as file:
-            code = compile(file.read(), script, "exec", dont_inherit=True)
-        exec(code, module.__dict__)
+            compiled = compile(file.read(), script, "exec", dont_inherit=True)
+        exec(compiled, module.__dict__)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
-            return error.code or 0
+            code = int(error.code or 0)
+            return (code if code.bit_length() < 64 else -1) & 0xFF  # as Python and the system cut it
         _flush()
         print(error.code, file=sys.stderr)
         return 1

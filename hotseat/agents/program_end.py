@@ -33,12 +33,14 @@ _FILES: tuple[type[Any], ...] = (io.TextIOWrapper, io.BufferedWriter, io.Buffere
 class ProgramEnd:
     """The end of forks. Made before any other exit handler, so that it is the last that Python calls.
 
-    code: the exit code of this process, which its script has decided on.
+    code: the exit code of this process, 0 to 255, which its script has decided on; or `INTERRUPTED`.
     """
 
     def __init__(self) -> None:
         self.code: int | None = None
-        atexit.register(self._exit)
+        # Handlers that are there already, such as those of a .pth file, would be called after this one.
+        if atexit._ncallbacks() == 0:
+            atexit.register(self._exit)
 
     def share(self) -> None:
         """Take the modules that are loaded for those that all forks share."""
@@ -62,7 +64,7 @@ class ProgramEnd:
         code = self.code if _is_flushed() else _NOT_FLUSHED
         if code == INTERRUPTED:
             _interrupt()
-        os._exit(code & 0xFF)
+        os._exit(code)
 
     def _clear_modules(self) -> None:
         """Have the objects of the user's modules end, with those of what was imported since."""

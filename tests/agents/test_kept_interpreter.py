@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from gateway_cases import WAIT_S
 
+from hotseat.agents import program_end
 from hotseat.agents.confinement import Confinement, best_confinement
 from hotseat.agents.programs import Preload, ProgramHost, environment
 
@@ -50,6 +51,8 @@ BEHAVIOURS = {
     """,
     "an exit code": "import sys; print('before'); sys.exit(3)",
     "an exit with a text": "import sys; sys.exit('no luck')",
+    "an exit code below zero": "import sys; sys.exit(-2)",
+    "an exit code without an end": "import sys; sys.exit(2**70)",
     "an exit without clean-up": "import os; os._exit(200)",
     "an error": "def fail():\n    raise ValueError('no luck')\nfail()",
     "an error in the grammar": "x = (",
@@ -129,6 +132,24 @@ def test_a_fork_clears_its_own_modules_and_not_those_of_libraries(tmp_path):
         finally:
             host.close()
         assert (ended, sorted(written.splitlines())) == (0, expected)
+
+
+def test_exit_handlers_that_were_there_before_are_called():
+    code = """
+        import atexit, runpy, sys
+        if sys.argv[2] == "first":
+            atexit.register(print, "at exit")
+        end = runpy.run_path(sys.argv[1])["ProgramEnd"]()
+        end.share()
+        if sys.argv[2] == "later":
+            atexit.register(print, "at exit")
+        end.code = 3
+        sys.exit(end.code)
+    """
+    for when in ("first", "later"):
+        command = [sys.executable, "-c", textwrap.dedent(code), program_end.__file__, when]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (3, "at exit\n", "")
 
 
 def test_episodes_share_what_is_preloaded_and_nothing_else(tmp_path):
