@@ -79,12 +79,9 @@ class FSDPBackend(Trainer):
         self._wrapped, layout = prepare_model(
             loaded, options, device, _compiler if compiles(options.compile, device) else None
         )
-        for weight in loaded.parameters():
-            if weight.requires_grad and options.precision == "bf16_master":
-                weight.data = weight.data.float()
         has_masters = options.precision == "bf16_master"
-        exact = [weight for weight in loaded.parameters() if weight.dtype == torch.float32] if has_masters else []
-        is_large = 2 * sum(weight.numel() for weight in exact) > copied_bytes
+        # No variable here may refer to a weight, of which sharding makes a copy on the same device.
+        is_large = has_masters and 2 * _widen(loaded) > copied_bytes
         ranks = Ranks(device, options.timeout_s, always_group=is_large)
         self._masters: Masters | None = None
         if ranks.size > 1 or is_large:
@@ -339,6 +336,14 @@ class FSDPBackend(Trainer):
 
     def _drop(self) -> None:
         del self._wrapped, self._optimizer, self._weights, self._trained, self._masters
+
+
+def _widen(model: PreTrainedModel) -> int:
+    """Give weights that are trained 32 bits, and return the number of all that have them."""
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+    return sum(weight.numel() for weight in model.parameters() if weight.dtype == torch.float32)
 
 
 def _shard(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from weight_changes import assert_changed_alike
 
 from hotseat.errors import DeviceMemoryError, RunError, UserError
 from hotseat.placement.role_names import Part
+from hotseat.train.adamw import start_state
 from hotseat.train.backend import LoraOptions, TrainOptions
 from hotseat.train.fsdp import FSDPBackend, reset_sharding
 from hotseat.train.offload import PartResidency
@@ -75,6 +77,23 @@ def test_one_rank_with_copies_computes_the_bits_of_one_that_is_wrapped(lora: Lor
         weights.append(copy_weights(backend))
         backend.close()
     assert_identical(*weights)
+
+
+@pytest.mark.slow
+def test_sharding_on_one_rank_leaves_no_second_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the optimizer's state is made: they would take its room on the device."""
+    model = tiny_model()
+    whole = [weakref.ref(weight) for weight in model.parameters()]
+    left: list[Any] = []
+
+    def start(*arguments: Any) -> None:
+        left.extend(weight for weight in whole if weight() is not None)
+        start_state(*arguments)
+
+    monkeypatch.setattr("hotseat.train.fsdp.start_state", start)
+    options = replace(OPTIONS, precision="bf16_master")
+    FSDPBackend(model, options, copied_bytes=0, unit_bytes=0).close()
+    assert left == []
 
 
 @pytest.mark.slow
