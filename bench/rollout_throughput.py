@@ -375,10 +375,12 @@ def measure_case(
     case = started.case
     is_alone = case.engine == "vllm-alone"
     for sequences, seeded in product(args.sequences, [True, False] if is_alone and args.unseeded else [True]):
-        measured = [started.measure(sequences=sequences, seeded=seeded) for _ in range(args.repeats)]
-        runs = [run for run in measured if run is not None]
-        if len(runs) < args.repeats:
-            return
+        runs: list[tuple[int, float]] = []
+        for _ in range(args.repeats):
+            run = started.measure(sequences=sequences, seeded=seeded)
+            if run is None:
+                return
+            runs.append(run)
         best = min(seconds for _, seconds in runs)
         bound = bound_s(model, make_requests(100, sequences, args.answer_tokens), bandwidth)
         name = case.engine if seeded else f"{case.engine}-unseeded"
