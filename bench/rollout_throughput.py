@@ -127,12 +127,13 @@ def key_bytes(model: str) -> int:
     return 2 * 2 * sizes["num_hidden_layers"] * heads * (sizes["hidden_size"] // sizes["num_attention_heads"])
 
 
-def bound_s(model: str, requests: list[Request], bytes_per_s: float) -> float:
+def bound_s(model: str, num_sequences: int, answer_tokens: Sequence[int], bytes_per_s: float) -> float:
     """Return the time in which the device reads what decoding reads: keys and values, and weights once per step."""
     from transformers import AutoConfig
 
     kind, sizes = SHAPES[model]
     config = AutoConfig.for_model(kind, **sizes)
+    requests = make_requests(config.vocab_size, num_sequences, answer_tokens)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     inner = 3 * config.hidden_size * config.intermediate_size
     attention = (2 + 2 * heads / config.num_attention_heads) * config.hidden_size**2
@@ -382,7 +383,7 @@ def measure_case(
                 return
             runs.append(run)
         best = min(seconds for _, seconds in runs)
-        bound = bound_s(model, make_requests(100, sequences, args.answer_tokens), bandwidth)
+        bound = bound_s(model, sequences, args.answer_tokens, bandwidth)
         name = case.engine if seeded else f"{case.engine}-unseeded"
         times = [f"{start_s:.1f}", f"{runs[0][1]:.2f}", f"{best:.2f}"]
         yield [
