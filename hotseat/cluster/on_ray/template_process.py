@@ -195,9 +195,14 @@ def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> set[str]:
 
 
 def is_forkable() -> bool:
-    """Tell whether a fork of this process works, and can be marked: it has one thread, and CUDA was not started."""
+    """Tell whether a fork of this process works, and can be marked and watched.
+
+    It has one thread, and CUDA was not started.
+    """
     if resource.getrlimit(resource.RLIMIT_RTTIME)[1] != resource.RLIM_INFINITY:
         return False  # see `processes/supervisor.py`
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        return False  # the system forgets how forks have ended, of which askers wait to hear
     return num_threads() == 1 and not has_open(CUDA_FILE)
 
 

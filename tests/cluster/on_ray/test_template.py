@@ -226,3 +226,15 @@ def test_a_process_knows_whether_it_has_a_file_open(tmp_path):
         assert has_open(str(tmp_path / "device"))
         assert not has_open(str(tmp_path / "device-uvm-tools"))
     assert not has_open(str(tmp_path / "device"))
+
+
+@pytest.mark.parametrize(("how_it_began", "is_forkable"), [("SIG_DFL", True), ("SIG_IGN", False)])
+def test_a_template_that_does_not_hear_of_the_end_of_forks_makes_none(how_it_began, is_forkable):
+    """As the child of a process that ignores its children, or after a library has done so."""
+    code = f"""
+import runpy, signal, sys
+signal.signal(signal.SIGCHLD, signal.{how_it_began})
+print(runpy.run_path(sys.argv[1])["is_forkable"]())
+"""
+    command = [sys.executable, "-c", code, template_process.__file__]
+    assert subprocess.check_output(command, text=True) == f"{is_forkable}\n"
