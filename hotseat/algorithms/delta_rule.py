@@ -31,7 +31,7 @@ DELTA_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text")  # the model types with th
 
 
 class Heads(NamedTuple):
-    """What the rule takes of each token: keys, queries and values of each head, the log of the decay g, and β."""
+    """Inputs of the rule for each token: keys, queries and values of each head, the log of the decay g, and β."""
 
     query: Tensor  # [..., heads, key_dim]
     key: Tensor  # [..., heads, key_dim]

@@ -37,7 +37,7 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
     else:
         for line in lines(run_dir, ending, causes, unknown, recorded.error):
             Console().print(line, markup=False, highlight=False, soft_wrap=True)
-    return FAILED if causes or unknown else OK
+    return FAILED if is_healthy(ending, causes, unknown) is False else OK
 
 
 def lines(
@@ -50,9 +50,8 @@ def lines(
     if unknown is not None:
         return [*said, *_unknown_lines(run_dir, ending, unknown)]
     if not causes:
-        is_short = ending.is_poor or ending.kind == "unknown"
         few = f"no rule fires; fewer than {MIN_STEPS} steps are too few to judge by"
-        return [*said, few if is_short else "healthy: no rule fires"]
+        return [*said, few if is_healthy(ending, causes, unknown) is None else "healthy: no rule fires"]
     for number, cause in enumerate(causes, start=1):
         signs = cause.signs
         origin = f", a consequence of {cause.follows}" if cause.follows else ""
@@ -61,6 +60,13 @@ def lines(
         said += [f"   {each}" for each in signs.evidence]
         said += [f"   try {each}" for each in cause.cure]
     return said
+
+
+def is_healthy(ending: Ending, causes: list[Cause], unknown: Unexplained | None) -> bool | None:
+    """Tell whether a run is healthy; None: it has too few steps to say so."""
+    if causes or unknown:
+        return False
+    return None if ending.is_poor or ending.kind == "unknown" else True
 
 
 def _unknown_lines(run_dir: Path, ending: Ending, unknown: Unexplained) -> list[str]:
@@ -84,7 +90,7 @@ def facts(
     """Return the diagnosis as one JSON object."""
     return {
         "run": str(run_dir),
-        "healthy": not causes and unknown is None,
+        "healthy": is_healthy(ending, causes, unknown),
         "error": error,
         "ending": _finite(vars(ending)),
         "causes": [

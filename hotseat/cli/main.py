@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _GENERATE = "answer prompts with a model, and write JSON lines"
 _EVAL = "measure a model: accuracy, pass@k and lengths, and a page of its answers"
 _PLAY = "play one episode of an agent, with a live transcript and without training"
+_STATUS = "show how a run is: its step and phase, whether it makes progress, or how it ended"
+_DIAGNOSE = "say why an RL run collapsed: its likely causes, with figures and what to change"
 _MERGE = "add a LoRA adapter to its base model, and write a plain model"
 # These only print, so `| head` ends them like any such command. A run must not die of a closed pipe.
 _PRINTING = ("plan", "explain", "config", "options", "completion", "openrlhf-path", "verl-path", "rlinf-path")
@@ -160,15 +162,13 @@ def _add_runs(commands: _Commands, command: str) -> None:
 
 def _add_records(commands: _Commands) -> None:
     """Add the commands that show or publish what a run wrote."""
-    text = "show how a run is: its step and phase, whether it makes progress, or how it ended"
-    status = _command(commands, "status", "cli.status_view:run_status", text)
-    status.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
-    status.add_argument("--json", action="store_true", help="print a JSON object instead")
-
-    text = "say why a run collapsed: its likely causes, with figures and what to change"
-    diagnose = _command(commands, "diagnose", "cli.diagnose_view:run_diagnose", text)
-    diagnose.add_argument("run_dir", metavar="RUN_DIR", help="directory of an RL run, such as runs/rl-1")
-    diagnose.add_argument("--json", action="store_true", help="print a JSON object instead")
+    for name, run, text in (
+        ("status", "cli.status_view:run_status", _STATUS),
+        ("diagnose", "cli.diagnose_view:run_diagnose", _DIAGNOSE),
+    ):
+        look = _command(commands, name, run, text)
+        look.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
+        look.add_argument("--json", action="store_true", help="print a JSON object instead")
 
     ledger = _command(
         commands,

@@ -10,11 +10,11 @@ import yaml
 from hotseat.placement.inventory import Inventory, format_ranks
 from hotseat.placement.locate import Located, locate
 from hotseat.placement.plan import label_of
+from hotseat.planning.config_plan import DEVICES_PER_NODE
 from hotseat.rlinf.config_keys import TABLE, translate
 from hotseat.rlinf.configs import placed_components, section
 from hotseat.words import quantity
 
-_DEVICES = 8  # of a node, where a config does not say it
 _PLACING = ("num_nodes", "num_gpus_per_node", "component_placement")
 _OFFLOAD = "enable_offload"
 _OFFLOADED = tuple(key.theirs.partition(".")[0] for key in TABLE if key.ours == key.theirs and _OFFLOAD in key.theirs)
@@ -41,7 +41,7 @@ def explain(values: Mapping[str, Any]) -> str:
 def _placement(cluster: Mapping[str, Any]) -> list[str]:
     if not cluster.get("component_placement"):
         return []
-    num_nodes, num_devices = int(cluster.get("num_nodes", 1)), int(cluster.get("num_gpus_per_node", _DEVICES))
+    num_nodes, num_devices = int(cluster.get("num_nodes", 1)), int(cluster.get("num_gpus_per_node", DEVICES_PER_NODE))
     located = locate(Inventory.parse(f"{num_nodes}x{num_devices}"), placed_components(cluster["component_placement"]))
     assumed = "" if "num_gpus_per_node" in cluster else ", if it has as many"
     nodes = f"{quantity(num_nodes, 'node')} of {quantity(num_devices, 'device')}{assumed}"

@@ -55,7 +55,7 @@ def randomized(model: nn.Module) -> nn.Module:
 
 
 def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """What each token of one sequence reads, and the last state: [length, heads, ...] each."""
+    """Compute what each token of one sequence reads, and the last state: [length, heads, ...] each."""
     state = value.new_zeros(key.shape[1], key.shape[2], value.shape[2])
     reads = []
     for q, k, v, g, b in zip(query, key, value, decay, beta, strict=True):

@@ -188,6 +188,8 @@ def test_few_steps_are_called_neither_failed_nor_healthy(tmp_path, capsys):
     assert main(["diagnose", str(tmp_path)]) == 0
     said = "reward fell: 0.2 to 0.1, beginning at step 2\nno rule fires; fewer than 8 steps are too few to judge by\n"
     assert capsys.readouterr().out == said
+    assert main(["diagnose", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["healthy"] is None
 
 
 def test_no_cause_brings_itself_about():

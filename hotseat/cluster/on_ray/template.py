@@ -4,7 +4,7 @@
         cluster = Cluster(template=template)
 
 It is for a Ray cluster that is started here, on Linux. Elsewhere there is none, and every process loads what it needs.
-CUDA does not survive a fork, so torch looks for devices through NVIDIA's management library in the template.
+CUDA does not survive a fork: a template in which a library has opened a GPU forks nothing.
 The template is a program of its own (`template_process.py`), which loads the libraries while the driver loads its own.
 """
 
@@ -25,9 +25,8 @@ from hotseat.cluster.session import python_path
 
 SWITCH = "HOTSEAT_TEMPLATE"  # 0 in the environment: no template
 
-# One thread of OpenBLAS: its threads, which it starts when it is loaded, would not survive a fork. Nor would CUDA,
-# which torch would start when a library asks it for devices.
-_ENV = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **RAY_ENV}
+# One thread of OpenBLAS: its threads, which it starts when it is loaded, would not survive a fork.
+_ENV = {"OPENBLAS_NUM_THREADS": "1", **RAY_ENV}
 _FOR_WORKERS = ("ray", "ray._private.workers.default_worker")
 _FOR_AGENTS = (
     "ray",

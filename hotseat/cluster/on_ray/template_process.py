@@ -10,7 +10,7 @@ loaded: they are loaded for the first worker, in its environment, and serve work
 A request (`forked.py`) waits until the first modules are loaded. A forked process has the environment, folder and
 streams of the process that asked. It is refused, and then starts as an ordinary process, if its environment differs in
 a variable that a library may have read while it was loaded, or if this process cannot be forked safely: it has
-threads, or has started CUDA. The template ends when its standard input is closed, so at the latest with its driver, and
+threads, or has opened a GPU. The template ends when its standard input is closed, so at the latest with its driver, and
 its forks with it: one that it makes when the driver is gone already may come too late for the
 supervisor (`processes/supervisor.py`). Module `template` starts it.
 """
@@ -37,8 +37,7 @@ from typing import Any, NoReturn
 
 LENGTH = struct.Struct("!q")
 STARTED, REFUSED = b"+", b"-"
-# CUDA opens it when it is started. NVIDIA's management library, which survives a fork, opens other files of a GPU.
-CUDA_FILE = "/dev/nvidia-uvm"
+GPU_FILES = "/dev/nvidia"  # begins the path of every file by which a GPU is used
 # Gives memory of jemalloc, which pyarrow has, back to the system. jemalloc takes its locks before a fork, and has no
 # such thread after it.
 MEMORY_THREAD = "jemalloc_bg_thd"
@@ -49,7 +48,7 @@ _OWN_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"),
     *("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTHONPATH", "PYTHONUNBUFFERED", "_"),
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
-    *("PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),  # the last two are scikit-learn's
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),  # scikit-learn sets them while it is loaded
 }
 _READ_ONCE = ("RAY_RAYLET_PID", "RAY_JOB_ID")  # by Ray, when it is loaded
 _READ_BY_AGENTS = ("RAY_enable_pipe_based_agent_to_parent_health_check",)  # while they are loaded
@@ -197,13 +196,13 @@ def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> set[str]:
 def is_forkable() -> bool:
     """Tell whether a fork of this process works, and can be marked and watched.
 
-    It has one thread, and CUDA was not started.
+    It has one thread, and no GPU is open.
     """
     if resource.getrlimit(resource.RLIMIT_RTTIME)[1] != resource.RLIM_INFINITY:
         return False  # see `processes/supervisor.py`
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         return False  # the system forgets how forks have ended, of which askers wait to hear
-    return num_threads() == 1 and not has_open(CUDA_FILE)
+    return num_threads() == 1 and not has_open(GPU_FILES)
 
 
 def has_open(prefix: str) -> bool:

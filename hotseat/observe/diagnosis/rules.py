@@ -40,7 +40,7 @@ class Cause:
 
     @property
     def cure(self) -> tuple[Change, ...]:
-        """What to change; nothing for a consequence, which goes with its origin."""
+        """Return the options to change; none for a consequence, which ends with its origin."""
         return () if self.follows else self.signs.cure
 
 

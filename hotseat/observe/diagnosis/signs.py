@@ -43,7 +43,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Signs:
-    """What a rule found.
+    """Evidence of a cause, found by its rule.
 
     strength: how far the threshold was passed, as a factor. is_setting: a setting shows the same, so that no other
     cause brought it about.
