@@ -69,10 +69,10 @@ def math(answer: str, options: dict[str, Any], label: str) -> Verdict:
     from math_verify import parse, verify
 
     # This process has a deadline; the library's own, by signals, cannot interrupt long operations on integers.
-    expected = parse(_as_latex(label), parsing_timeout=None, fallback_mode="no_fallback")
+    expected = parse(_as_latex(_without_percents(label)), parsing_timeout=None, fallback_mode="no_fallback")
     if not expected:
         return None, f"math-verify cannot read the label: {_shown(label)}"
-    parsed = parse(_after_hashes(answer), parsing_timeout=None)
+    parsed = parse(_without_percents(_after_hashes(answer)), parsing_timeout=None)
     return float(verify(expected, parsed, timeout_seconds=None)), None
 
 
@@ -112,7 +112,13 @@ def _final_number(text: str) -> float | None:
 def _as_latex(label: str) -> str:
     """Return a label in a form that math-verify reads as a whole: a bare formula becomes one in dollars."""
     label = _after_hashes(label).strip()
-    return label if "$" in label or "\\boxed" in label or "\\(" in label or "\\[" in label else f"${label}$"
+    is_latex = re.search(r"(?<!\\)\$|\\boxed|\\\(|\\\[", label) is not None  # \$ is an amount of dollars
+    return label if is_latex else f"${label}$"
+
+
+def _without_percents(text: str) -> str:
+    r"""Drop each \%: math-verify ignores it in formulas, but reads none where it is the end of a \boxed{}."""
+    return text.replace("\\%", "")
 
 
 def _shown(text: str) -> str:

@@ -226,6 +226,9 @@ def test_formulas_that_are_equal(math):
         ("1,234", "#### 1234"),
         ("x^2 + 1", "$1 + x^2$"),
         (r"The answer is \boxed{18}.", "18"),
+        (r"44\%", r"\boxed{44\%}"),
+        (r"\boxed{44\%}", "$44$"),
+        (r"\$18.90", r"\boxed{\$18.90}"),
     ]
     assert [scores(math, [answer], label)[0].reward for label, answer in equal] == [1.0] * len(equal)
     assert [each.reward for each in scores(math, ["17", "$x$", "nothing"], "18")] == [0.0] * 3
