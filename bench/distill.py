@@ -22,7 +22,7 @@ from typing import Any
 
 from lib.checkpoint import existing
 from lib.devices import need_gpu
-from lib.gsm8k_task import write_data
+from lib.tasks import GSM8K, GSM8K_REWARD, write_data
 from rich.console import Console
 from rich.table import Table
 
@@ -36,8 +36,7 @@ eval: {{path: test.jsonl, every: {every}, temperature: 0, samples_per_prompt: 1,
 log: {{every: 1}}
 """
 SAMPLES = 8
-REWARD = Path(__file__).resolve().parent / "lib" / "gsm8k_task.py"
-GRPO = [f"reward.function={REWARD}", f"rollout.samples_per_prompt={SAMPLES}", "algorithm.estimator=group_norm"]
+GRPO = [f"reward.function={GSM8K_REWARD}", f"rollout.samples_per_prompt={SAMPLES}", "algorithm.estimator=group_norm"]
 TEACHER = ["algorithm.distill.coef=1", "algorithm.distill.top_k=64"]
 
 
@@ -58,10 +57,10 @@ def main() -> None:
     student, teacher = existing(args.student), existing(args.teacher)
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        write_data(args.data, folder)
+        write_data(GSM8K, args.data, folder)
         length, answer = (256, 8) if args.dry_run else (1024, 400)
         sizes = {"questions": args.questions, "rows": args.questions * args.steps, "every": args.eval_every}
-        text = CONFIG.format(student=student, reward=REWARD, length=length, answer=answer, **sizes)
+        text = CONFIG.format(student=student, reward=GSM8K_REWARD, length=length, answer=answer, **sizes)
         (folder / "distill.yaml").write_text(text)
         curves = {name: run(name, args, teacher, folder) for name in args.only}
     if args.dry_run:

@@ -1,7 +1,7 @@
 """docs/scoreboard.md and its curves, from the raw logs of runs beside a peer: `python bench/scoreboard.py`.
 
-A comparison is a folder of bench/results/scoreboard: the JSON lines of bench/gsm8k.py, one file a run, and `about.json`
-with what they do not say: title, task, model, hardware, date, commands, and what is missing and slower.
+A comparison is a folder of bench/results/scoreboard: the JSON lines of bench/real_tasks.py, one file a run, and
+`about.json` with what they do not say: title, task, model, hardware, date, commands, and what is missing and slower.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gsm8k import Run, read_run
+from real_tasks import Run, read_run
 
 ROOT = Path(__file__).parents[1]
 LOGS, PAGE, IMAGES = ROOT / "bench/results/scoreboard", ROOT / "docs/scoreboard.md", ROOT / "docs/images"
