@@ -1,4 +1,4 @@
-"""docs/scoreboard.md and its curves, from the raw logs of runs beside a peer: `python bench/scoreboard.py`.
+"""docs/scoreboard.md and its curves, from the raw logs of runs: `python bench/scoreboard.py`.
 
 A comparison is a folder of bench/results/scoreboard: the JSON lines of bench/real_tasks.py, one file a run, and
 `about.json` with what they do not say: title, task, model, hardware, date, commands, and what is missing and slower.
@@ -6,6 +6,7 @@ A comparison is a folder of bench/results/scoreboard: the JSON lines of bench/re
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -19,17 +20,16 @@ LOGS, PAGE, IMAGES = ROOT / "bench/results/scoreboard", ROOT / "docs/scoreboard.
 HEAD = """\
 # Scoreboard
 
-Runs on real weights beside TRL's: the same weights, prompts in the same order, rewards and hyperparameters on the same
-machine. Seconds are counted from the command, with imports, loading and evaluations. This page is written by
-`python bench/scoreboard.py` from the logs in [bench/results/scoreboard](../bench/results/scoreboard), and has nothing
-that was not run.
+Runs on real weights, beside TRL's where there is a row of it: the same weights, prompts in the same order, rewards and
+hyperparameters on the same machine. Seconds are counted from the command, with imports, loading and evaluations; a run
+without them was not alone on its device. This page is written by `python bench/scoreboard.py` from the logs in
+[bench/results/scoreboard](../bench/results/scoreboard), and has nothing that was not run.
 """
-COLUMNS = (
-    *("run", "test set before", "after", "s to step 1", "s in all", "s a step, median", "tokens/s", "times TRL's step"),
-    "of TRL's time to TRL's last accuracy",
-)
+COLUMNS = ("run", "test set before", "after", "s to step 1", "s in all", "s a step, median", "tokens/s")
+PEER_COLUMNS = ("times TRL's step", "of TRL's time to TRL's last accuracy")
 WIDTH, HEIGHT, MARGIN = 720, 300, 48
 COLORS = {"hotseat": "#2563eb", "trl": "#d97706"}
+OTHER_COLORS = ("#059669", "#7c3aed", "#db2777", "#475569")  # of other labels
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,14 @@ class Comparison:
     about: dict[str, Any]
     runs: list[Run]
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return COLUMNS + (PEER_COLUMNS if any(map(is_peer, self.runs)) else ())
+
     def peer_of(self, run: Run) -> Run | None:
+        """Return the peer's run with the same seed; None if there is none, or if the run has settings of its own."""
+        if run.facts["label"] != run.facts["side"]:
+            return None
         return next((peer for peer in self.runs if is_peer(peer) and peer.facts["seed"] == run.facts["seed"]), None)
 
 
@@ -53,7 +60,7 @@ def read_comparisons(logs: Path = LOGS) -> list[Comparison]:
         Comparison(
             about.parent.name,
             json.loads(about.read_text()),
-            [run for run in map(read_run, sorted(about.parent.glob("*.jsonl"))) if run.evaluations],
+            [run for run in map(read_run, sorted(about.parent.glob("*.jsonl"))) if run.evaluations and run.steps],
         )
         for about in sorted(logs.glob("*/about.json"))
     ]
@@ -64,29 +71,28 @@ def page(comparisons: list[Comparison]) -> str:
 
 
 def section(comparison: Comparison) -> str:
-    about = comparison.about
+    about, columns = comparison.about, comparison.columns
+    axis = "seconds" if timed_of(comparison.runs) else "steps"
     return f"""## {about["title"]}
 
-![Accuracy on the test set over seconds](images/scoreboard-{comparison.name}.svg)
+![Accuracy on the test set over {axis}](images/scoreboard-{comparison.name}.svg)
 
-| {" | ".join(COLUMNS)} |
-|{" --- |" * len(COLUMNS)}
+| {" | ".join(columns)} |
+|{" --- |" * len(columns)}
 {chr(10).join(row(comparison, run) for run in comparison.runs)}
 
 - **Task**: {about["task"]}.
 - **Model**: {about["model"]}. Numbers of published tables are of other weights.
 - **Hardware**: {about["hardware"]}; {about["date"]}. [The log](../bench/results/h200_{comparison.name}.txt).
-{bullets("Missing", about["missing"])}
-{bullets("Slower than wanted", about["slower"])}
-
+{bullet("Missing", about["missing"])}{bullet("Slower than wanted", about["slower"])}
 ```bash h200=bench/results/h200_{comparison.name}.txt
 {chr(10).join(about["commands"])}
 ```
 """
 
 
-def bullets(title: str, texts: list[str]) -> str:
-    return f"- **{title}**: {'; '.join(texts)}."
+def bullet(title: str, texts: list[str]) -> str:
+    return f"- **{title}**: {'; '.join(texts)}.\n" if texts else ""
 
 
 def row(comparison: Comparison, run: Run) -> str:
@@ -99,27 +105,38 @@ def row(comparison: Comparison, run: Run) -> str:
         share = "not reached" if ours is None or theirs is None else f"{ours / theirs:.2f}"
     timed = [f"{run.steps[0]['at_s']:.0f}", f"{run.evaluations[-1]['at_s']:.0f}", f"{seconds:.2f}", f"{rate:,.0f}"]
     cells = [
-        run.name,
+        run.name if run.is_complete else f"{run.name}, to step {run.evaluations[-1]['step']}",
         f"{run.evaluations[0]['accuracy']:.1%}",
         f"{run.last:.1%}",
         *(timed if run.facts["is_timed"] else [""] * len(timed)),
-        times,
-        share,
+        *((times, share) if len(comparison.columns) > len(COLUMNS) else ()),
     ]
     return f"| {' | '.join(cells)} |"
 
 
+def timed_of(runs: list[Run]) -> list[Run]:
+    return [run for run in runs if run.facts["is_timed"]]
+
+
+def colors_of(runs: list[Run]) -> dict[str, str]:
+    """Return a colour for each label."""
+    others = sorted({run.facts["label"] for run in runs} - COLORS.keys())
+    return COLORS | dict(zip(others, itertools.cycle(OTHER_COLORS)))
+
+
 def curves(runs: list[Run]) -> str:
-    """Draw accuracy over seconds of the runs that were alone on the device, as SVG."""
-    timed = [run for run in runs if run.facts["is_timed"]]
-    points = {run.name: [(each["at_s"], each["accuracy"]) for each in run.evaluations] for run in timed}
+    """Draw accuracy over seconds of the runs that were alone on the device; over steps if there is none. As SVG."""
+    timed, colors = timed_of(runs), colors_of(runs)
+    key, unit, tick_x = ("at_s", "s", 60) if timed else ("step", "steps", 5)
+    drawn = timed or runs
+    points = {run.name: [(each[key], each["accuracy"]) for each in run.evaluations] for run in drawn}
     every = [point for each in points.values() for point in each]
-    last_s = 60 * math.ceil(max(at_s for at_s, _ in every) / 60)
+    last_x = tick_x * max(1, math.ceil(max(at for at, _ in every) / tick_x))
     low = math.floor(20 * min(accuracy for _, accuracy in every)) / 20
     high = math.ceil(20 * max(accuracy for _, accuracy in every)) / 20
 
-    def place(at_s: float, accuracy: float) -> tuple[float, float]:
-        x = MARGIN + at_s / last_s * (WIDTH - 2 * MARGIN)
+    def place(at: float, accuracy: float) -> tuple[float, float]:
+        x = MARGIN + at / last_x * (WIDTH - 2 * MARGIN)
         y = HEIGHT - MARGIN - (accuracy - low) / (high - low) * (HEIGHT - 2 * MARGIN)
         return round(x, 1), round(y, 1)
 
@@ -130,11 +147,11 @@ def curves(runs: list[Run]) -> str:
             f'<line x1="{x}" y1="{y}" x2="{WIDTH - MARGIN}" y2="{y}" stroke="#e5e7eb"/>',
             f'<text x="{x - 6}" y="{y + 4}" text-anchor="end">{tick * 5}%</text>',
         ]
-    for at_s in range(0, last_s + 1, 60):
-        x, y = place(at_s, low)
-        parts.append(f'<text x="{x}" y="{y + 18}" text-anchor="middle">{at_s} s</text>')
-    for run in timed:
-        color = COLORS[run.facts["side"]]
+    for at in range(0, last_x + 1, tick_x):
+        x, y = place(at, low)
+        parts.append(f'<text x="{x}" y="{y + 18}" text-anchor="middle">{at} {unit}</text>')
+    for run in drawn:
+        color = colors[run.facts["label"]]
         line = [place(*point) for point in points[run.name]]
         path = " ".join(f"{x},{y}" for x, y in line)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
