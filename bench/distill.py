@@ -1,6 +1,6 @@
 r"""Distillation beside GRPO on GSM8K: accuracy on the test set over minutes, from one student on one GPU.
 
-Three plain `hotseat run`s from the same weights on the same prompts: GRPO with the reward of bench/gsm8k.py, the
+Three plain `hotseat run`s from the same weights on the same prompts: GRPO with the reward of bench/real_tasks.py, the
 divergence from a teacher alone on one answer to each prompt, and both together. Minutes are those of the start and of
 the steps; evaluations, which are greedy and of the whole test set, are not counted.
 

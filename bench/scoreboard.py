@@ -56,7 +56,8 @@ def is_peer(run: Run) -> bool:
 
 
 def read_comparisons(logs: Path = LOGS) -> list[Comparison]:
-    return [
+    """Return the comparisons of which something was run."""
+    comparisons = [
         Comparison(
             about.parent.name,
             json.loads(about.read_text()),
@@ -64,6 +65,7 @@ def read_comparisons(logs: Path = LOGS) -> list[Comparison]:
         )
         for about in sorted(logs.glob("*/about.json"))
     ]
+    return [each for each in comparisons if each.runs]
 
 
 def page(comparisons: list[Comparison]) -> str:
