@@ -195,8 +195,9 @@ def read_code(source: Path) -> tuple[list[Row], list[Row]]:
 
 
 def row_of_mbpp(problem: dict[str, Any]) -> Row:
-    """Return a problem with its first test in the prompt, which names the function. The others are not shown."""
-    text = f"{problem['text']}\nIt has to pass tests such as this one:\n```python\n{problem['test_list'][0]}\n```"
+    """Return a problem with its shortest test in the prompt, which names the function. The others are not shown."""
+    shown = min(problem["test_list"], key=len)
+    text = f"{problem['text']}\nIt has to pass tests such as this one:\n```python\n{shown}\n```"
     calls, results = zip(*map(call_and_result, problem["test_list"]), strict=True)
     call = f"[{', '.join(calls)}]"
     if problem["test_setup_code"]:
