@@ -153,6 +153,8 @@ class Completion:
     # When it was asked for and answered, in seconds after the episode began; None where no episode asked.
     span_s: tuple[float, float] | None = field(default=None, compare=False)
     stop: str | None = None  # the stop string that ended it; None: a stop token did, or it was cut
+    # [num_tokens, width]: experts that tokens took, prompt first; without the last token, which was not processed.
+    routing: np.ndarray[Any, Any] | None = field(default=None, compare=False)
 
 
 GIVEN_VERSION = -2  # in `Segment.versions`, of tokens that the data gave instead of the policy
@@ -177,6 +179,7 @@ class Segment:
     log_probs: Tensor  # [num_tokens] float32: the engine's, 0 where not sampled
     versions: Tensor  # [num_tokens] int32: weight version that sampled it, -1 where not sampled; `GIVEN_VERSION`
     images: tuple[str, ...] = ()  # of the placeholders among the tokens, in order
+    routing: Tensor | None = None  # [num_tokens, width]: experts (`algorithms.routing`); None: nothing recorded them
 
     @property
     def num_sampled(self) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from hotseat.algorithms.routing import GrowingRouting
 from hotseat.types import Completion, Episode, EpisodeFacts, Prompt, SampleKey, Segment, TurnFacts
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class GrowingSegment:
         self.mask: list[bool] = []
         self._log_probs: list[float] = []
         self._versions: list[int] = []
+        self._routing = GrowingRouting()
         self.add(token_ids)
 
     def add(self, token_ids: Sequence[int]) -> None:
@@ -129,6 +131,7 @@ class GrowingSegment:
         num = len(completion.token_ids)
         assert num == len(completion.log_probs) == len(completion.versions), f"{completion.request_id}: uneven lengths"
         self._extend(completion.token_ids, [True] * num, completion.log_probs, completion.versions)
+        self._routing.add(completion.routing, len(self.token_ids))
 
     def segment(self) -> Segment:
         """Return the segment up to its last sampled token: nothing is learned from the tokens after it."""
@@ -139,6 +142,7 @@ class GrowingSegment:
             log_probs=_tensor(self._log_probs[:end], np.float32),
             versions=_tensor(self._versions[:end], np.int32),
             images=tuple(image for begin, image in self._images if begin < end),
+            routing=self._routing.of(end),
         )
 
     def _extend(

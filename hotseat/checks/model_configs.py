@@ -74,6 +74,8 @@ def _model(
         if key == "actor.model" and config.has_rollouts:
             rollout = config.rollout
             _check_engine(rollout.engine, config.data.max_length, model_config, rollout.tensor_parallel_size)
+            if rollout.routing_replay:
+                _check_routing(config, model_config)
             if rollout.quantization is not None:
                 _check_quantisation(model_config)
         if config.train.liger_kernel:
@@ -120,6 +122,20 @@ def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel
         fit = names_that(ENGINES, "acts_in_numbers") if model_config.model_type == NUMERIC else [DEFAULT_ENGINE]
         raise UserError(f"{name} does not run on rollout.engine {kind}: set it to {', '.join(fit)}")
     engine_kind(kind).check_model(model_config, max_length, tensor_parallel_size, not torch.cuda.is_available())
+
+
+def _check_routing(config: Config, model_config: Any) -> None:
+    """Raise if the experts that tokens take in a model of this config cannot be recorded and replayed."""
+    import torch
+
+    from hotseat.algorithms.routing import check_replay
+    from hotseat.rollout.kinds import engine_kind
+
+    check_replay(model_config)
+    kind = engine_kind(config.rollout.engine)
+    problem = kind.routing_problem(config.rollout.prefix_caching, is_cpu=not torch.cuda.is_available())
+    if problem is not None:
+        raise UserError(f"rollout.routing_replay is set, and {problem}")
 
 
 def _check_quantisation(model_config: Any) -> None:

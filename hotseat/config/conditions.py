@@ -207,6 +207,7 @@ WITHOUT_IMAGES = Condition(
 HOSTS = _without_simulator("with env.path, each process of the role env is a rollout host")
 PROMPTS = _without_simulator("env.path is set, and the simulator's tasks and seeds are the prompts")
 SCORED = _without_simulator("env.path is set, and the simulator gives the rewards")
+RECORDED_ROUTING = _without_simulator("env.path is set, and the experts that take observations are not recorded")
 TEXT = _without_simulator("env.path is set, and a chunk of actions has as many tokens as env.chunk times its numbers")
 TURNS = _without_simulator("env.path is set, and env.max_steps bounds its episodes")
 

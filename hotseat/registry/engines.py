@@ -47,7 +47,7 @@ ENGINES = Table[EngineEntry](
         "transformers",
         "A model of transformers, in slots that are decoded together.",
         "hotseat.rollout.transformers_engine:TransformersKind",
-        options=frozenset({"num_slots"}),
+        options=frozenset({"num_slots", "routing_replay"}),
         num_kept_prompts=8,
         encodes_by_prompt=True,
     ),
@@ -67,6 +67,7 @@ ENGINES = Table[EngineEntry](
                 "kv_cache_dtype",
                 "lora_sync",
                 "tensor_parallel_size",
+                "routing_replay",
             }
         ),
         instead={"num_slots": "sizes its own batch"},

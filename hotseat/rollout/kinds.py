@@ -56,6 +56,7 @@ class EngineSettings:
     num_kept_prompts: int = ENGINES[DEFAULT_ENGINE].num_kept_prompts
     keeps_cache: bool = True  # of requests in flight, when weights change
     is_deterministic: bool = False  # deterministic kernels only
+    returns_routing: bool = False  # completions have the experts that tokens took
     engine: str = DEFAULT_ENGINE  # its name in the registry
     options: EngineOptions = EngineOptions()
 
@@ -88,6 +89,10 @@ class EngineKind(ABC):
     @abstractmethod
     def check_model(self, config: Any, max_length: int, tensor_parallel_size: int, is_cpu: bool) -> None:
         """Raise if the engine cannot run a model of this config."""
+
+    def routing_problem(self, prefix_caching: bool, is_cpu: bool) -> str | None:
+        """Tell why the engine cannot return the experts that tokens took; None if it can."""
+        return None
 
     def adapter_problem(self, rank: int, dtype: str, is_cpu: bool) -> str | None:
         """Tell why the engine cannot apply adapters of this rank to a model of this dtype; None if it can."""

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from hotseat.errors import HotseatError, NonFiniteError, UserError
 from hotseat.types import Completion, Request
 
@@ -36,6 +38,8 @@ class EngineSequence:
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[int] = []
+        # Experts of its tokens, part by part, as in `Completion.routing`; empty: they are not recorded.
+        self.routing: list[np.ndarray[Any, Any]] = []
 
     @property
     def num_keys(self) -> int:
@@ -74,7 +78,11 @@ class EngineSequence:
 
     def completion(self, finish: Literal["stop", "length", "abort"]) -> Completion:
         facts = tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions)
-        return Completion(self.request.id, *facts, finish, stop=self.stop)
+        routing = None
+        if self.routing:  # of tokens behind the end, too, if the engine went on meanwhile
+            routing = np.concatenate(self.routing)[: self.num_keys - 1]
+            assert len(routing) == self.num_keys - 1, f"{self.request.id}: {len(routing)} routed of {self.num_keys}"
+        return Completion(self.request.id, *facts, finish, stop=self.stop, routing=routing)
 
     def not_finite(self, version: int) -> NonFiniteError:
         return NonFiniteError(

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,6 +62,7 @@ class Prefix:
     keys: Tensor  # [layers, kv_heads, num_tokens, key_dim]
     values: Tensor  # [layers, kv_heads, num_tokens, value_dim]
     states: tuple[Tensor, ...] = ()  # [layers, ...] of each kind; the layers have linear attention, and no KV cache
+    routing: np.ndarray[Any, Any] | None = None  # [num_tokens, width]: experts, where they are recorded
 
     @property
     def num_tokens(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hotseat import faults
+from hotseat.algorithms.routing import RoutingRecorder
 from hotseat.errors import HotseatError, UserError
 from hotseat.placement.role_names import Part
 from hotseat.rollout.any_slots import check_config
@@ -40,7 +41,7 @@ class SlotOptions:
     model's type. prefix_cache_tokens: how many prompt tokens to keep for other samples of the same prompt; by default
     8 * max_length. keeps_cache: requests in flight keep their KV cache when weights change; False recomputes
     it. tokens_at_once: how many tokens of each sequence are sampled at most before the host looks at them; by default
-    16 on a CUDA device and 1 on a CPU.
+    16 on a CUDA device and 1 on a CPU. returns_routing: completions have the experts that tokens took.
     """
 
     device: str | torch.device = "cpu"
@@ -50,6 +51,7 @@ class SlotOptions:
     prefix_cache_tokens: int | None = None
     keeps_cache: bool = True
     tokens_at_once: int | None = None
+    returns_routing: bool = False
 
 
 _DEFAULT_OPTIONS = SlotOptions()
@@ -96,6 +98,7 @@ class TransformersEngine(Engine):
         self.sees_images = self._slots.sees_images
         if self.sees_images:
             self.placeholder_ids = frozenset(placeholder_ids(model.config))
+        self._routing = RoutingRecorder(model) if options.returns_routing else None
         self._weights = LiveWeights(model)
         kept = 8 * max_length if options.prefix_cache_tokens is None else options.prefix_cache_tokens
         per_state = self._slots.cache.tokens_per_state  # as many prefixes of full length have states
@@ -128,14 +131,20 @@ class TransformersEngine(Engine):
             return
         sequences = [sequence for _, sequence in active]
         filters = Filters.of(active, self._device)
+        steps, routing = [], []
+        for ahead in range(self._num_at_once(sequences)):
+            steps.append(self._sample(sequences, ahead, filters))
+            if self._routing is not None:
+                routing.append(self._routing.last())
         # [tokens, 2, rows]: all tokens and log-probs come in one transfer.
-        sampled = torch.stack(
-            [self._sample(sequences, ahead, filters) for ahead in range(self._num_at_once(sequences))]
-        )
-        self._take(active, sampled.cpu().numpy())
+        sampled = torch.stack(steps).cpu().numpy()
+        self._take(active, sampled, torch.stack(routing).cpu().numpy() if routing else None)
 
-    def _take(self, active: Sequence[tuple[int, EngineSequence]], sampled: Any) -> None:
-        """Append sampled tokens, [tokens, 2, rows], to the sequences in these slots; complete those that end."""
+    def _take(self, active: Sequence[tuple[int, EngineSequence]], sampled: Any, routing: Any | None) -> None:
+        """Append sampled tokens, [tokens, 2, rows], to the sequences in these slots; complete those that end.
+
+        routing: of the tokens that they were sampled after, [tokens, rows, width].
+        """
         tokens, log_probs = sampled[:, 0], sampled[:, 1]
         num_tokens = len(tokens)
         counts = np.full(tokens.shape[1], num_tokens)  # of the tokens of each row, up to one that ends it
@@ -158,6 +167,8 @@ class TransformersEngine(Engine):
             count = min(limit, num_finite[slot])
             finish = sequence.extend(by_row[slot][:count], scores[slot][:count], self._serving.version)
             num_sampled += count
+            if routing is not None:
+                sequence.routing.append(routing[:count, slot])
             if count < limit:
                 done.append((sequence, sequence.not_finite(self._serving.version)))
                 self._slots.cache.erase(slot)  # a NaN that is masked would stay NaN for the next sequence here
@@ -229,6 +240,10 @@ class TransformersEngine(Engine):
         for context, chosen in slots_of.items():
             if chosen:
                 self._slots.cache.write(chosen, prefixes[context])
+        for sequence in sequences if self._routing is not None else ():
+            prefix = prefixes.get(_context(sequence))
+            if prefix is not None and prefix.routing is not None:
+                sequence.routing.append(prefix.routing)
 
         shifts = [self._slots.shift(s.prompt, s.request.images) for s in sequences]
         self._rows.fill(slots, sequences, shifts)
@@ -240,6 +255,9 @@ class TransformersEngine(Engine):
             new += self._upcoming(new)
         for batch, tokens in self._batches(new):
             prefixes = self._slots.prefill(tokens, [len(new[i][0]) for i in batch], [new[i][1] for i in batch])
+            if self._routing is not None:
+                routing = self._routing.last().cpu().unflatten(0, tokens.shape).numpy()
+                prefixes = [replace(each, routing=routing[row, : each.num_tokens]) for row, each in enumerate(prefixes)]
             for i, prefix in zip(batch, prefixes, strict=True):
                 prefixes_of[new[i]] = prefix
                 self._prefixes.put(new[i], prefix)
@@ -428,5 +446,6 @@ class TransformersKind(EngineKind):
                 fp32_head=settings.fp32_head,
                 prefix_cache_tokens=settings.num_kept_prompts * settings.max_length,
                 keeps_cache=settings.keeps_cache,
+                returns_routing=settings.returns_routing,
             ),
         )

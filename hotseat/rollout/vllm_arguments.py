@@ -31,6 +31,7 @@ _SET_BY: Mapping[str, str] = {
     "rollout.memory_share": "gpu_memory_utilization kv_cache_memory_bytes",
     "rollout.prefix_caching": "enable_prefix_caching",
     "rollout.enforce_eager": "enforce_eager",
+    "rollout.routing_replay": "enable_return_routed_experts aux_output_config",
     "rollout.enable_offload": (
         "enable_sleep_mode enable_cumem_allocator sleep_mode_offload_cudagraph sleep_preserve_parameter_names"
     ),

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hotseat import faults
 from hotseat.algorithms.digest import combine_digests
+from hotseat.algorithms.routing import RoutingShape
 from hotseat.errors import DeadlineError, HotseatError, RunError, UserError, WeightError
 from hotseat.model_source import ModelSource
 from hotseat.placement.role_names import Part
@@ -39,7 +40,8 @@ class VllmEngine(Engine):
     The same request gives the same tokens only up to rounding, which differs from batch to batch: not bit for bit.
 
     core: vLLM, started; the engine closes it. names: the weights of the model. max_length: at most the core's.
-    keeps_cache: requests in flight keep their KV cache when weights change; False recomputes it.
+    keeps_cache: requests in flight keep their KV cache when weights change; False recomputes it. routing: what the
+    routing of a token is made of, where the core returns it.
     """
 
     parts: frozenset[Part] = frozenset(PARTS)
@@ -51,6 +53,7 @@ class VllmEngine(Engine):
         names: WeightNames,
         *,
         keeps_cache: bool = False,
+        routing: RoutingShape | None = None,
         **serving: Unpack[ServingOptions],
     ):
         self.can_offload: frozenset[Part] = frozenset() if core.is_cpu else frozenset(PARTS)
@@ -59,6 +62,7 @@ class VllmEngine(Engine):
         self.keeps_cache = keeps_cache
         self.sees_images = core.sees_images
         self.placeholder_ids = core.placeholder_ids
+        self._routing_dtype = None if routing is None else routing.dtype
         self._core = core
         started = core.call("hotseat_start", names, timeout_s=self._call_timeout_s)
         problem = next((rank["problem"] for rank in started if "problem" in rank), None)
@@ -102,6 +106,9 @@ class VllmEngine(Engine):
             sequence = self._running.get(sampled.request_id)
             if sequence is None:
                 continue  # aborted while it was in flight
+            if sampled.routing is not None and self._routing_dtype is not None:
+                rows = sampled.routing.reshape(len(sampled.routing), -1)
+                sequence.routing.append(rows.astype(self._routing_dtype))
             for token_id, log_prob in zip(sampled.token_ids, sampled.log_probs, strict=True):
                 if not math.isfinite(log_prob):
                     done.append((sampled.request_id, sequence.not_finite(self._serving.version)))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hotseat.algorithms.head import HALVES
+from hotseat.algorithms.routing import RoutingShape
 from hotseat.closing import on_failure
 from hotseat.determinism import use_batch_invariant_kernels
 from hotseat.errors import UnsupportedError
@@ -65,6 +66,13 @@ class VllmKind(EngineKind):
                 " on a CPU: set rollout.engine to transformers"
             )
 
+    def routing_problem(self, prefix_caching: bool, is_cpu: bool) -> str | None:
+        if is_cpu:
+            return "vLLM returns the experts of tokens on GPUs alone: set rollout.engine to transformers"
+        if not prefix_caching:
+            return "vLLM keeps the experts of tokens with its cache of prefixes: set rollout.prefix_caching to true"
+        return None
+
     def adapter_problem(self, rank: int, dtype: str, is_cpu: bool) -> str | None:
         most = vllm_versions.ADAPTER_RANKS[-1]
         if rank > most:
@@ -98,6 +106,7 @@ class VllmKind(EngineKind):
                 eos_token_ids=settings.eos_token_ids,
                 num_threads=settings.num_threads if on_cpu else None,
                 keeps_cache=settings.keeps_cache,
+                routing=RoutingShape.of(settings.model.config()) if settings.returns_routing else None,
             )
 
 

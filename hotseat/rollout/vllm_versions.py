@@ -77,6 +77,7 @@ class Sampled(NamedTuple):
     log_probs: list[float]
     prompt_log_probs: list[float] | None  # of the second prompt token and those after it
     is_finished: bool
+    routing: Any | None = None  # [tokens, layers, k] of numpy: experts of tokens that were processed, one after another
 
 
 class Core:
@@ -207,6 +208,7 @@ class Core:
                     [] if log_probs is None else log_probs.logprobs[:, 0].tolist(),
                     None if scores is None else scores.logprobs[:, 0].tolist(),
                     reason is not None,
+                    output.routed_experts,
                 )
             )
         return sampled
@@ -318,6 +320,7 @@ def _engine_args(
         seed=0,
         **({"quantization": FP8_WEIGHTS} if options.fp8_weights else {}),
         **({"kv_cache_dtype": "fp8"} if options.fp8_cache else {}),
+        **({"enable_return_routed_experts": True} if settings.returns_routing else {}),
         **_adapters(adapters),
         **engine_arguments(options.images, frozenset(each.name for each in fields(EngineArgs))),
         **memory_arguments(settings, model_config, is_cpu) | dict(options.engine_args),

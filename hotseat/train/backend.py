@@ -121,6 +121,7 @@ class TrainOptions:
     muon: Muon | None = None  # None: AdamW steps every weight
     schedule: Schedule = field(default_factory=Schedule)
     aux_loss_coefficient: float = 0.0  # of the balancing loss of a mixture of experts; see `experts`
+    replays_routing: bool = False  # tokens take the experts that the engine recorded; see `algorithms.routing`
     max_grad_norm: float | None = 1.0  # of all gradients together; None: not clipped
     lora: LoraOptions | None = None  # None: all weights are trained
     average_decay: float | None = None  # beta of the moving average of what is trained; None: there is none

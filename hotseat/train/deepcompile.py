@@ -52,6 +52,7 @@ def check_deepcompile(options: TrainOptions, zero: ZeroOptions) -> None:
         "ranks that share sequences": (options.sequence_parallel_size > 1, "set train.sequence_parallel_size to 1"),
         "Liger's kernels": (options.liger_kernel, "set train.liger_kernel to false"),
         "a balancing loss of experts": (options.aux_loss_coefficient > 0, "set algorithm.aux_loss_coef to 0"),
+        "replayed routing": (options.replays_routing, "set rollout.routing_replay to false"),
         "layers that are compiled one by one": (options.compile is True, "leave train.compile unset"),
         "recomputed activations": (options.gradient_checkpointing, "set train.gradient_checkpointing to false"),
         "packed sequences in fp32": (

@@ -28,6 +28,7 @@ class ForwardPass:
     dropouts: Sequence[nn.Module] = ()  # in front of adapters; all others are off for good
     vision: Vision | None = None  # of a VLM
     num_before: int | None = None  # see `Blocks.of`
+    replays_routing: bool = False  # see `algorithms.routing`
     filler: MicroBatch | None = None  # for micro-batches without images, where other ranks may have some
 
     def set_dropout(self, is_on: bool) -> None:
@@ -58,6 +59,7 @@ class ForwardPass:
             vision=self.vision,
             teaching=teaching,
             num_before=self.num_before,
+            with_routing=self.replays_routing,
         )
         outputs: dict[str, Tensor] = module(inputs, temperature, with_entropy)
         routing = outputs.pop("routing", None)

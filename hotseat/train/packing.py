@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hotseat.algorithms.routing import ROUTING, unknown_routing
 from hotseat.errors import BatchError
 from hotseat.train.attention import Blocks
 from hotseat.train.divergence import Teaching
@@ -258,6 +259,7 @@ class ModelInput:
     counts: Tensor | None = None  # [rows of the flattened output] float: tokens of each, 0: padding; if asked for
     pixels: Mapping[str, Tensor] = field(default_factory=dict)  # further arguments of a VLM
     teaching: Teaching | None = None  # of a policy that learns from a teacher, or of that teacher
+    routing: Tensor | None = None  # [rows of the flattened output, width]: see `algorithms.routing`
 
 
 def model_input(
@@ -271,12 +273,13 @@ def model_input(
     vision: Vision | None = None,
     teaching: Teaching | None = None,
     num_before: int | None = None,
+    with_routing: bool = False,
 ) -> ModelInput:
     """Lay a micro-batch out for the model.
 
     Log-probs or values are computed for tokens under the mask, except for the first of a segment. With a `group` of
     several ranks the layout is packed, and cut to this rank's slice. `vision` prepares images. `teaching`: what there
-    is to do about a teacher. `num_before`: see `Blocks.of`.
+    is to do about a teacher. `num_before`: see `Blocks.of`. `with_routing`: lay out recorded experts.
     """
     if kind == "whole":
         every, scored = (to_device(each, device) for each in (batch.token_ids, batch.mask.nonzero()[:, 0]))
@@ -293,6 +296,8 @@ def model_input(
     scored = (mask & (torch.arange(batch.num_tokens) > offsets[each])).nonzero().squeeze(-1)
     before = starts[each[scored]] + scored - 1 - offsets[each[scored]]  # the input token that predicts it
     longest = int(lengths.max())
+    recorded = batch.fields[ROUTING].cpu()[inputs] if with_routing and ROUTING in batch.fields else None
+    routing = None
     axes = _axes(vision, batch, token_ids[inputs], starts) if batch.images else None
 
     owners = _owners(batch, token_ids, offsets, mask, lengths, starts, vision) if kind in ("auto", "shared") else None
@@ -308,11 +313,15 @@ def model_input(
             position_ids[:, segment, position] = axes
         rows = segment[before] * longest + position[before]
         counts = torch.bincount(segment * longest + position, minlength=input_ids.numel()).float()
+        if recorded is not None:
+            routing = unknown_routing(input_ids.numel(), recorded)
+            routing[segment * longest + position] = recorded
     else:
         place = torch.arange(len(inputs)) if kind == "packed" or owners is None else owners
         first, row_of = torch.unique(place, return_inverse=True)  # the input token of each row, the row of each input
         input_ids, rows = token_ids[inputs[first]][None], row_of[before]
         position_ids = position[first][None] if axes is None else axes[:, None, first]
+        routing = None if recorded is None else recorded[first]
         is_shared, counts = len(first) < len(inputs), torch.bincount(row_of, minlength=len(first)).float()
         if has_flash and (group is None or group.size == 1):
             num_filler = _num_missing(len(first) + is_shared) + is_shared  # one row at least, if rows are gathered
@@ -324,6 +333,8 @@ def model_input(
             input_ids, position_ids, counts = (
                 functional.pad(tensor, (0, num_filler)) for tensor in (input_ids, position_ids, counts)
             )
+            if routing is not None:
+                routing = torch.cat([routing, unknown_routing(num_filler, routing)])
         blocks = Blocks.of(
             lengths,
             starts,
@@ -336,6 +347,7 @@ def model_input(
             part = Slice(group, len(first))
             input_ids, position_ids, blocks = part.of(input_ids), part.of(position_ids), replace(blocks, slice=part)
             counts = part.of(counts[None])[0]
+            routing = None if routing is None else part.of(routing.mT).mT
             is_mine = (rows >= part.first) & (rows < part.first + part.length)
             rows, scored = rows[is_mine] - part.first, scored[is_mine]
     pixels: Mapping[str, Tensor] = {}
@@ -347,8 +359,9 @@ def model_input(
     if device is not None and device.type != "cpu":
         input_ids, rows, targets, scored = (to_device(tensor, device) for tensor in (input_ids, rows, targets, scored))
         position_ids = None if position_ids is None else to_device(position_ids, device)
+        routing = None if routing is None else to_device(routing, device)
     counted = to_device(counts, device) if with_counts else None
-    return ModelInput(input_ids, position_ids, blocks, rows, targets, scored, counted, pixels, teaching)
+    return ModelInput(input_ids, position_ids, blocks, rows, targets, scored, counted, pixels, teaching, routing)
 
 
 def _axes(vision: Vision | None, batch: MicroBatch, token_ids: Tensor, starts: Tensor) -> Tensor | None:

@@ -17,6 +17,7 @@ from torch.utils._triton import has_triton
 from transformers import PreTrainedModel
 
 from hotseat.algorithms.delta_rule import delta_nets
+from hotseat.algorithms.routing import ROUTING, check_replay, replay_routing
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.model_source import NUMERIC, ModelSource
 from hotseat.observe.noise import without_log_lines
@@ -128,6 +129,8 @@ def _hidden(model: PreTrainedModel, inputs: ModelInput) -> tuple[Tensor, dict[st
     arguments: dict[str, Any] = {} if inputs.position_ids is None else {"position_ids": inputs.position_ids}
     if inputs.blocks is not None:
         arguments[BLOCKS] = inputs.blocks
+    if inputs.routing is not None:
+        arguments[ROUTING] = inputs.routing
     arguments |= inputs.pixels
     if inputs.counts is not None:
         arguments["output_router_logits"] = True
@@ -257,6 +260,9 @@ def prepare_model(
         _recompute(model, options.checkpointed_layers)
     if can_pack:
         use_own_linear_attention(layers(model))
+    if options.replays_routing:
+        check_replay(model.config)
+        replay_routing(model, dict(enumerate(layers(model))))
     model.train()
     wrapped: Policy | ValueModel
     if options.head == "policy":

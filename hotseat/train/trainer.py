@@ -111,6 +111,7 @@ class Trainer(TrainerHooks):
             dropouts(model) if has_adapters else [],
             Vision.of(model),
             num_seen(model),
+            options.replays_routing,
         )
         if options.filler_image is not None and ranks.size > 1:
             self._forward_pass.filler = image_filler(options.filler_image)

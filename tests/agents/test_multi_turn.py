@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from agent_cases import KEY, SAMPLING, TOKENIZER, WAIT_S, Script, ids_of, marked, play, prompt_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -60,6 +61,25 @@ def test_text_reads_as_it_stands_behind_the_rest():
     transcript = Transcript(PreTrainedTokenizerFast(tokenizer_object=backend), Prompt(0, "what is", (0, 1)))
     assert transcript.add_sampled(Completion("x", (2, 2), (-1.0, -1.0), (0, 0), "stop")) == " it it"
     assert transcript.text == "what is it it"
+
+
+def test_tokens_keep_the_experts_of_the_turn_that_processed_them_first():
+    """Two turns with a word of the environment between them; the first answer was cut behind its second token."""
+    transcript = Transcript(TOKENIZER, prompt_of("q:"))
+    first, num = np.arange(8, dtype=np.uint8)[:, None], len(transcript.context)
+    transcript.add_sampled(Completion("x", tuple(ids_of("ab")), (0.0, 0.0), (0, 0), "stop", routing=first))
+    transcript.add_text("(1)")
+    num_before = len(transcript.context)
+    second = np.arange(100, 100 + num_before, dtype=np.uint8)[:, None]
+    transcript.add_sampled(Completion("x", tuple(ids_of("c")), (0.0,), (0,), "stop", routing=second))
+    transcript.add_text("(2)")
+    [segment] = transcript.episode(KEY, is_truncated=False).segments
+    known = num + 2 - 1
+    expected = [*range(known), *range(100 + known, 100 + num_before), 255]
+    assert segment.routing[:, 0].tolist() == expected
+    transcript.start_again("new:")
+    transcript.add_sampled(Completion("x", tuple(ids_of("d")), (0.0,), (0,), "stop"))
+    assert transcript.episode(KEY, is_truncated=False).segments[1].routing is None
 
 
 # --- several turns ----------------------------------------------------------------------------------------------------

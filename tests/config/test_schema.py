@@ -184,6 +184,7 @@ WITHOUT = (
     "train: {micro_batch_size: 2}\nrollout: {micro_batch_size: 2}",
     "train: {max_tokens_per_device: 4096}\nrollout: {max_tokens_per_device: 4096}",
     "rollout: {engine: vllm}",
+    "rollout: {engine: numeric}",
     "algorithm: {estimator: gae}",
     "algorithm: {estimator: gae}\nactor: {optimizer: {schedule: constant}}\ncritic: {optimizer: {schedule: constant}}",
     "algorithm: {estimator: rloo}",

@@ -10,7 +10,9 @@ from loop_cases import make_task, rl_yaml, sft_yaml
 from hotseat.config import loads
 from hotseat.errors import UserError
 from hotseat.loop.run import start
+from hotseat.loop.workers.group_format import decode_group
 from hotseat.observe import read_lines
+from hotseat.rollout.vllm_kind import VllmKind
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +48,44 @@ def test_mixtures_of_experts_learn_from_examples_and_by_reinforcement(config, tm
     assert all(record["canary_gap"] < 1e-4 and record["engine_gap"] < 1e-4 for record in records[1:])
     assert all(1.5 < record["aux_loss"] < 4 for record in records[1:])
     transformers.AutoModelForCausalLM.from_pretrained(task / "runs" / "run" / "model")
+
+
+def test_experts_of_the_engine_are_replayed_whatever_the_order_of_work(tmp_path):
+    """Recorded groups go through files and, with staleness, from host to actor; engine and trainer agree as before."""
+    task = make_mixture(tmp_path, "Qwen3MoeConfig")
+    overrides = ("rollout.routing_replay=true", "log.keep_rollouts=true")
+    for index, more in enumerate(((), ("overlap.staleness=1", "overlap.in_flight=recompute"))):
+        records = run(rl_yaml(task), f"name=run{index}", "train.num_episodes=2", *overrides, *more)
+        assert all(record["canary_gap"] < 1e-4 for record in records[1:])
+        assert more or all(record["engine_gap"] < 1e-4 for record in records[1:])  # else samples are of older weights
+        [*kept] = (task / "runs" / f"run{index}").rglob("*.group")
+        assert kept, "no groups are kept"
+        for path in kept:
+            group, _ = decode_group(path.read_bytes())
+            for segment in (segment for sample in group.samples for segment in sample.episode.segments):
+                ids = segment.routing.view(-1, 2, 2)
+                assert ids[-1].eq(255).all(), "the last token was not processed"
+                assert ids[:-1].lt(4).all()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "message"),
+    [
+        ("Llama", (), "rollout.routing_replay is set, and Llama is none of the mixtures of experts"),
+        ("Mixtral", ("rollout.engine=vllm",), "vLLM returns the experts of tokens on GPUs alone"),
+    ],
+)
+def test_routing_that_cannot_be_replayed_is_refused(architecture, overrides, message, tmp_path):
+    task = make_task(tmp_path, architecture=architecture)
+    engine = "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4}"
+    with pytest.raises(UserError, match=message):
+        run(rl_yaml(task, rollout=engine), "rollout.routing_replay=true", *overrides)
+
+
+def test_vllm_returns_experts_only_with_its_cache_of_prefixes():
+    problem = VllmKind().routing_problem(prefix_caching=False, is_cpu=False)
+    assert problem == "vLLM keeps the experts of tokens with its cache of prefixes: set rollout.prefix_caching to true"
+    assert VllmKind().routing_problem(prefix_caching=True, is_cpu=False) is None
 
 
 def test_a_balancing_loss_without_experts_is_refused(tmp_path):

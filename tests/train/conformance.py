@@ -37,6 +37,7 @@ from transformers import (
 from hotseat import faults
 from hotseat.algorithms.distillation import Divergence, divergence_from_logits, divergence_from_top, top_log_probs
 from hotseat.algorithms.policy_loss import gspo_loss
+from hotseat.algorithms.routing import ROUTING, RoutingShape
 from hotseat.errors import BatchError, DeviceMemoryError, NonFiniteError, RunError, UserError
 from hotseat.faults import Fault
 from hotseat.train.backend import PARTS, AdamW, Backend, Outputs, TrainOptions
@@ -109,6 +110,15 @@ def groups_of_four(num_segments: int = 12) -> MicroBatch:
         token_ids[begin : begin + 2] = token_ids[first : first + 2]
         mask[begin + 2 : int(whole.offsets[segment + 1])] = True
     return replace(whole, token_ids=token_ids, mask=mask, weights=mask.float() / int(mask.sum()))
+
+
+def some_choices(model_config: Any, batch: MicroBatch) -> MicroBatch:
+    """Add experts at random, as an engine would record them: unknown ones for the last token of each segment."""
+    shape, generator = RoutingShape.of(model_config), torch.Generator().manual_seed(5)
+    scores = torch.rand(batch.num_tokens, shape.num_layers, shape.num_experts, generator=generator)
+    routing = scores.topk(shape.num_chosen).indices.flatten(1).to(torch.uint8)
+    routing[batch.offsets[1:] - 1] = 255
+    return replace(batch, fields={**batch.fields, ROUTING: routing})
 
 
 class ClippedLoss:
@@ -902,12 +912,16 @@ def share_of(batches: list[MicroBatch], shares: tuple[int, int], rank: int, num_
     return batches[:first] if rank == 0 else batches[first:]
 
 
-def _trains(shares: tuple[int, int], options: TrainOptions = OPTIONS) -> Scenario:
+def _trains(
+    shares: tuple[int, int], options: TrainOptions = OPTIONS, model: Callable[[], PreTrainedModel] = tiny_model
+) -> Scenario:
     def scenario(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
-        backend = make(tiny_model(), options)
+        made = model()
+        backend = make(made, options)
         reports = []
         for step in range(3):
-            work = split_by_count(some_segments(12, seed=step), 3)
+            whole = some_segments(12, seed=step)
+            work = split_by_count(some_choices(made.config, whole) if options.replays_routing else whole, 3)
             assert len(work) == 4
             reports.append(backend.update(share_of(work, shares, rank, num_ranks), ClippedLoss(0.01), 0.9))
         facts = [
@@ -1109,10 +1123,13 @@ def _shares_sequences(model: Callable[[], PreTrainedModel], loss: Any, options: 
     """All ranks have the same micro-batches, each a slice of their tokens, and together count them once."""
 
     def scenario(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
-        backend = make(model(), replace(options, sequence_parallel_size=num_ranks))
+        made = model()
+        backend = make(made, replace(options, sequence_parallel_size=num_ranks))
         facts, scores = [], []
         for step in range(5):
             whole = groups_of_four() if options.layout == "shared" else some_segments(12, seed=step)
+            if options.replays_routing:
+                whole = some_choices(made.config, whole)
             work = [take(whole, [0, 1]), take(whole, list(range(2, 11))), take(whole, [11])]
             report = backend.update(work, loss, 0.9)
             facts.append(
@@ -1181,6 +1198,10 @@ SCENARIOS: dict[str, Scenario] = {
     "shares_sequences_of_experts": _shares_sequences(
         _tiny_mixture, ClippedLoss(), replace(OPTIONS, layout="shared", aux_loss_coefficient=0.1)
     ),
+    "shares_sequences_and_replays": _shares_sequences(
+        _tiny_mixture, ClippedLoss(), replace(PACKED, replays_routing=True)
+    ),
+    "replays": _trains((3, 1), replace(PACKED, replays_routing=True, gradient_checkpointing=True), model=_tiny_mixture),
     **{f"trains_{name}": _trains(shares) for name, shares in SHARES.items()},
     "trains_packed": _trains((3, 1), replace(OPTIONS, layout="packed")),
     "trains_checkpointed": _trains((1, 3), replace(OPTIONS, gradient_checkpointing=True)),

@@ -20,7 +20,14 @@ ALL = PLAIN | ADAPTED
 # Variants of others in these suites that differ in the model or the layout, which this backend leaves to what FSDP has.
 VARIANTS = (
     *("shares_sequences_and_contexts", "shares_sequences_with_few_keys", "shares_sequences_of_a_value_model"),
-    *("shares_sequences_of_experts", "trains_even", "trains_the_first_rank_is_empty", "trains_checkpointed"),
+    *(
+        "replays",
+        "shares_sequences_and_replays",
+        "shares_sequences_of_experts",
+        "trains_even",
+        "trains_the_first_rank_is_empty",
+        "trains_checkpointed",
+    ),
     *("trains_adapters", "averages"),
 )
 SHORT = {name: scenario for name, scenario in ALL.items() if name not in VARIANTS}

@@ -81,6 +81,8 @@ class RolloutConfig(Section):
     """Further arguments of vLLM's engine, by its own names, such as `max_num_batched_tokens`."""
     fp32_head: Annotated[bool, when.HEAD, MayChange.ENGINE] = True
     """Compute the logits of a 16-bit engine in fp32, as the trainer does; false rounds them to the model's dtype."""
+    routing_replay: Annotated[bool, when.RECORDED_ROUTING, when.engine_has("routing_replay")] = False
+    """In a mixture of experts, have the trainer send each token to the experts that it took in the engine."""
     quantization: Annotated[Literal["fp8"] | None, when.engine_has("quantization")] = None
     """Have vLLM keep the weights of linear layers, and compute with them, in FP8; unset is the model's dtype."""
     kv_cache_dtype: Annotated[Literal["fp8"] | None, when.engine_has("kv_cache_dtype")] = None

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from hotseat.agents.crash_record import num_given_up
+from hotseat.algorithms.routing import RoutingShape
 from hotseat.checks.reward_columns import label_hint
 from hotseat.config import Config
 from hotseat.config.presence import has_accuracy, has_agent, has_simulator, has_teacher_alone
-from hotseat.config.resolved import overlap_queue, reward_parts
+from hotseat.config.resolved import overlap_queue, reward_parts, source_of
 from hotseat.loop.devices.held_memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.inputs import RlInputs
@@ -264,7 +265,10 @@ def _kept_note(config: Config, num_steps: int, folder: Path) -> str:
     """Say what keeping all groups takes at most, dropped groups and texts not counted."""
     rollout = config.rollout
     num_tokens = num_steps * rollout.batch_size * rollout.samples_per_prompt * config.data.max_length
-    gib = num_tokens * KEPT_BYTES_PER_TOKEN / 2**30
+    bytes_per_token = KEPT_BYTES_PER_TOKEN
+    if rollout.routing_replay:
+        bytes_per_token += RoutingShape.of(source_of(config, config.actor.model).config()).bytes_per_token
+    gib = num_tokens * bytes_per_token / 2**30
     return f"log.keep_rollouts: all groups stay in {folder}, at most {gib:.2f} GiB and their texts"
 
 

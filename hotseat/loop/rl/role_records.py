@@ -7,7 +7,7 @@ that is added to `RECORDS` is launched and watched, and replaced when it dies if
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -215,6 +215,7 @@ def _reward(launch: LaunchContext) -> Worker:
 def _inference(launch: LaunchContext) -> Worker:
     config = launch.config
     options = train_options(config, launch.schedule_length, is_trained=False)
+    options = replace(options, replays_routing=config.rollout.routing_replay)
     return InferenceWorker, (source_of(config, config.actor.model), options, engine_dtype(config))
 
 

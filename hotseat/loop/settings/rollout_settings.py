@@ -117,6 +117,7 @@ def engine_settings(
         num_kept_prompts=engine_of(config).num_kept_prompts + all_slots - num_slots,
         keeps_cache=config.overlap.in_flight == "keep",
         is_deterministic=config.train.full_determinism,
+        returns_routing=rollout.routing_replay,
         engine=rollout.engine,
         options=options,
     )

@@ -49,6 +49,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         precision=_precision(config, is_trained),
         **(_optimizer_options(config.actor.optimizer, schedule_length) if is_trained else {"optimizer": None}),
         aux_loss_coefficient=config.algorithm.aux_loss_coef if is_trained else 0.0,
+        replays_routing=config.rollout.routing_replay and is_trained,
         lora=lora_options(config) if is_trained else None,
         average_decay=train.ema.beta if train.ema.enabled and is_trained else None,
         gradient_checkpointing=train.gradient_checkpointing,
@@ -75,6 +76,7 @@ def critic_options(config: Config, schedule_length: int) -> TrainOptions:
         value_head_prefix=config.critic.value_head_prefix,
         **_optimizer_options(config.critic.optimizer, schedule_length),
         aux_loss_coefficient=critic_aux_loss(config),
+        replays_routing=False,  # it is another model
         average_decay=None,
     )
 

@@ -18,11 +18,12 @@ from torch import Tensor
 from hotseat.algorithms.advantages import Moments, compute_advantages
 from hotseat.algorithms.aggregation import Aggregation, StepTotals, loss_weights, mask_truncated, step_totals
 from hotseat.algorithms.kl import KlEstimator, distillation_advantages, estimate_kl
+from hotseat.algorithms.routing import ROUTING
 from hotseat.algorithms.shaping import overlong_penalty, penalise_truncation
 from hotseat.algorithms.time_steps import mean_on_tokens, step_starts
 from hotseat.algorithms.turns import TurnCredit
 from hotseat.errors import RewardError
-from hotseat.loop.workers.group_format import columns_of, row_of, samples_of
+from hotseat.loop.workers.group_format import columns_of, routing_of, row_of, samples_of
 from hotseat.loop.workers.losses import (
     ADVANTAGES,
     GIVEN,
@@ -73,7 +74,7 @@ class Share:
     positions: tuple[int, ...] = ()  # of the groups among those of all shares of the rank; empty: it has one share
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle all segments as four flat arrays, and samples as rows: objects of their own take ten times as long."""
+        """Pickle all segments as flat arrays, and samples as rows: objects of their own take ten times as long."""
         samples = [sample for group in self.groups for sample in group.samples]
         groups = [(group.prompt, len(group.samples), group.num_failed) for group in self.groups]
         queries = [sample.episode.query for sample in samples]
@@ -128,7 +129,10 @@ def assign(
 
 
 def flatten(groups: Sequence[PromptGroup]) -> MicroBatch:
-    """Lay all segments of all samples flat, with the engine's log-probs. Weights are set later, for the whole step."""
+    """Lay all segments of all samples flat, with the engine's log-probs, and the experts that it recorded.
+
+    Weights are set later, for the whole step.
+    """
     samples = [sample for group in groups for sample in group.samples]
     segments = [(segment, sample) for sample in samples for segment in sample.episode.segments]
     batch = MicroBatch.from_segments(
@@ -138,6 +142,9 @@ def flatten(groups: Sequence[PromptGroup]) -> MicroBatch:
         {ROLLOUT_LOG_PROBS: [segment.log_probs for segment, _ in segments]},
         [segment.images for segment, _ in segments],
     )
+    routing = routing_of([segment for segment, _ in segments])
+    if routing is not None:
+        batch = with_fields(batch, {ROUTING: torch.cat(routing)})
     versions = [segment.versions for segment, _ in segments]
     is_given = torch.cat(versions) == GIVEN_VERSION if versions else torch.zeros(0)
     return with_fields(batch, {GIVEN: is_given.to(torch.float32)}) if bool(is_given.any()) else batch

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotseat.algorithms.routing import unknown_routing
 from hotseat.types import Episode, EpisodeFacts, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment, TurnFacts
 from hotseat.vision import PackedImage
 
@@ -63,7 +64,7 @@ def encode_group(group: PromptGroup, facts: Mapping[str, Any]) -> list[bytes | m
         "num_failed": group.num_failed,
         "samples": [row_of(sample) for sample in group.samples],
         "texts": [len(text), *map(len, texts)],
-        "arrays": [[array.dtype.str, len(array)] for array in arrays],
+        "arrays": [[array.dtype.str, *array.shape] for array in arrays],
         "pixels": [[name, image.is_compressed, len(image.stored)] for name, image in packed.items()],
     }
     head = json.dumps(header, default=_plain).encode()
@@ -97,11 +98,11 @@ def _decode(data: memoryview) -> tuple[PromptGroup, dict[str, Any]]:
     ends = itertools.accumulate(sizes)
     prompt_text, *queries = [text[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     arrays = []
-    for name, length in header["arrays"]:
+    for name, *shape in header["arrays"]:
         dtype = np.dtype(name)
         if dtype.kind not in _NUMBERS:
             raise TypeError(f"{name} is not a type of numbers")
-        arrays.append(np.frombuffer(take(dtype.itemsize * length), dtype))
+        arrays.append(np.frombuffer(take(dtype.itemsize * math.prod(shape)), dtype).reshape(shape))
     packed = {name: PackedImage(name, bytes(take(size)), is_small) for name, is_small, size in header["pixels"]}
     if end != len(data):
         raise ValueError(f"it has {len(data)} bytes, and needs {end}")
@@ -117,9 +118,25 @@ def _decode(data: memoryview) -> tuple[PromptGroup, dict[str, Any]]:
 
 
 def columns_of(samples: Sequence[ScoredEpisode]) -> list[Any]:
-    """Return the token ids, masks, log-probs and versions of all segments as an array each: [num_tokens]."""
+    """Return the token ids, masks, log-probs and versions of all segments as an array each: [num_tokens].
+
+    If any has routing, it is the last array: [num_tokens, width].
+    """
     segments = [segment for sample in samples for segment in sample.episode.segments]
-    return [torch.cat(column).numpy() for column in zip(*map(_tensors_of, segments), strict=True)]
+    columns = [torch.cat(column).numpy() for column in zip(*map(_tensors_of, segments), strict=True)]
+    routing = routing_of(segments)
+    return columns if routing is None else [*columns, torch.cat(routing).numpy()]
+
+
+def routing_of(segments: Sequence[Segment]) -> list[Tensor] | None:
+    """Return the routing of each segment, unknown where it has none; None if none has any."""
+    known = next((segment.routing for segment in segments if segment.routing is not None), None)
+    if known is None:
+        return None
+    return [
+        unknown_routing(len(segment.token_ids), known) if segment.routing is None else segment.routing
+        for segment in segments
+    ]
 
 
 def row_of(sample: ScoredEpisode) -> tuple[Any, ...]:
@@ -148,11 +165,16 @@ def samples_of(
     parts: Iterator[Any] = zip(*split, strict=True)  # the tensors of each segment
     samples = []
     for (key, about, score, facts, own_lengths, shown), query in zip(rows, queries, strict=True):
-        segments = tuple([Segment(*(*next(parts), images_of(names))) for names in shown or [()] * len(own_lengths)])
+        segments = tuple([_segment(next(parts), images_of(names)) for names in shown or [()] * len(own_lengths)])
         known = dict(zip(_EPISODE, map(_tuple, about), strict=True))
         episode = Episode(key=SampleKey(*key), segments=segments, query=query, facts=_facts(facts), **known)
         samples.append(ScoredEpisode(episode=episode, **dict(zip(_SCORE, map(_tuple, score), strict=True))))
     return samples
+
+
+def _segment(columns: Sequence[Tensor], images: tuple[str, ...]) -> Segment:
+    token_ids, mask, log_probs, versions, *routing = columns
+    return Segment(token_ids, mask, log_probs, versions, images, *routing)
 
 
 def _facts(stored: Any) -> EpisodeFacts | None:

@@ -17,6 +17,7 @@ from hotseat.agents.agent import AgentError, SampleFunction
 from hotseat.agents.image_preparer import ImagePreparer, listed
 from hotseat.agents.multi_turn import MultiTurn, TurnResult, Turns, number
 from hotseat.agents.transcript import decode, decode_after
+from hotseat.algorithms.routing import GrowingRouting
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.openrlhf.agents.agent_turns import InstanceTurns, logs_of
 from hotseat.openrlhf.agents.sampling_params import read_back
@@ -303,7 +304,9 @@ class ExecutorEpisode:
         mask = torch.zeros(end, dtype=torch.bool)
         log_probs = torch.zeros(end, dtype=torch.float32)
         versions = torch.full((end,), -1, dtype=torch.int32)
+        routing = GrowingRouting()
         for call, is_new, begin, stop in calls:
+            routing.add(call.completion.routing, stop)
             if not is_new:
                 continue
             completion = call.completion
@@ -314,7 +317,8 @@ class ExecutorEpisode:
             log_probs[begin:stop] = torch.tensor(completion.log_probs)
             versions[begin:stop] = torch.tensor(completion.versions, dtype=torch.int32)
         paths = tuple(image.path for image in images)
-        segment = Segment(torch.tensor(tokens[:end], dtype=torch.int64), mask, log_probs, versions, paths)
+        token_ids = torch.tensor(tokens[:end], dtype=torch.int64)
+        segment = Segment(token_ids, mask, log_probs, versions, paths, routing.of(end))
         return segment, tuple(lengths), images, tuple(turns)
 
     def _call(

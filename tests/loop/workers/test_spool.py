@@ -14,7 +14,9 @@ import pytest
 import torch
 from pickles import Bomb
 
+from hotseat.algorithms.routing import ROUTING
 from hotseat.errors import RunError
+from hotseat.loop.workers.experience import Share, flatten
 from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.types import Episode, EpisodeFacts, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment, TurnFacts
 from hotseat.vision import PackedImage, pack_pixels, pixels_of
@@ -61,6 +63,30 @@ def assert_same(found: Finished, expected: Finished) -> None:
             for name in TENSORS:
                 assert getattr(one, name).dtype == getattr(other, name).dtype
                 assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_experts_come_back_with_unknown_ones_where_a_segment_has_none(dtype: torch.dtype, tmp_path: Path) -> None:
+    made = finished()
+    first, *others = made.group.samples
+    routing = torch.arange(12).view(3, 4).to(dtype)
+    recorded = replace(first.episode.segments[0], routing=routing)
+    episode = replace(first.episode, segments=(recorded, *first.episode.segments[1:]))
+    made = replace(made, group=replace(made.group, samples=(replace(first, episode=episode), *others)))
+    Spool(tmp_path).put(made)
+    found = Spool(tmp_path).get(made.key)
+    assert found is not None
+    assert_same(found, made)
+    one, two, three = (part.routing for sample in found.group.samples for part in sample.episode.segments)
+    assert torch.equal(one, routing)
+    assert two.tolist() == [[torch.iinfo(dtype).max] * 4] * 2
+    assert (three.shape, three.dtype) == ((5, 4), dtype)
+    share = pickle.loads(pickle.dumps(Share((found.group,), ((0, 0),))))
+    assert torch.equal(flatten(share.groups).fields[ROUTING], torch.cat([one, two, three]))
+    Spool(tmp_path).put(finished())
+    plain = Spool(tmp_path).get(made.key)
+    assert plain is not None
+    assert ROUTING not in flatten([plain.group]).fields
 
 
 @pytest.mark.parametrize(
