@@ -133,7 +133,10 @@ class _UnitInverse(torch.autograd.Function):
 
 
 def _unit_inverse(system: Tensor) -> Tensor:
-    length = system.shape[-1]
+    wanted = system.shape[-1]
+    length = 1 << (wanted - 1).bit_length()
+    if wanted < length:
+        system = functional.pad(system, (0, length - wanted, 0, length - wanted))
     size = min(8, length)
 
     def blocks(size: int, row: int, column: int, stride: int) -> Tensor:
@@ -154,7 +157,7 @@ def _unit_inverse(system: Tensor) -> Tensor:
         above = torch.cat([first, torch.zeros_like(first)], dim=-1)
         inverse = torch.cat([above, torch.cat([corner, second], dim=-1)], dim=-2)
         size *= 2
-    return inverse[..., 0, :, :]
+    return inverse[..., 0, :wanted, :wanted]
 
 
 def step(tokens: Heads, state: Tensor) -> Tensor:

@@ -74,6 +74,8 @@ def _model(
         if key == "actor.model" and config.has_rollouts:
             rollout = config.rollout
             _check_engine(rollout.engine, config.data.max_length, model_config, rollout.tensor_parallel_size)
+            if rollout.prefix_caching:
+                _check_prefixes(rollout.engine, model_config)
             if rollout.quantization is not None:
                 _check_quantisation(model_config)
         if config.train.liger_kernel:
@@ -120,6 +122,17 @@ def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel
         fit = names_that(ENGINES, "acts_in_numbers") if model_config.model_type == NUMERIC else [DEFAULT_ENGINE]
         raise UserError(f"{name} does not run on rollout.engine {kind}: set it to {', '.join(fit)}")
     engine_kind(kind).check_model(model_config, max_length, tensor_parallel_size, not torch.cuda.is_available())
+
+
+def _check_prefixes(kind: str, model_config: Any) -> None:
+    """Raise if engines of this kind cannot cache the prefixes of a model of this config."""
+    import torch
+
+    from hotseat.rollout.kinds import engine_kind
+
+    problem = engine_kind(kind).prefix_problem(model_config, is_cpu=not torch.cuda.is_available())
+    if problem is not None:
+        raise UnsupportedError(f"rollout.prefix_caching is true: {problem}")
 
 
 def _check_quantisation(model_config: Any) -> None:

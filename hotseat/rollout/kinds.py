@@ -89,6 +89,10 @@ class EngineKind(ABC):
     def check_model(self, config: Any, max_length: int, tensor_parallel_size: int, is_cpu: bool) -> None:
         """Raise if the engine cannot run a model of this config."""
 
+    def prefix_problem(self, config: Any, is_cpu: bool) -> str | None:
+        """Tell why the engine cannot cache prefixes of a model of this config; None if it can."""
+        return None
+
     def adapter_problem(self, rank: int, dtype: str, is_cpu: bool) -> str | None:
         """Tell why the engine cannot apply adapters of this rank to a model of this dtype; None if it can."""
         return None
