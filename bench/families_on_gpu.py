@@ -26,10 +26,12 @@ from typing import Any
 import torch
 from lib.shapes import dimensions, make_weights
 from lib.words import save_prompts, save_tokenizer
+from torch.profiler import ProfilerActivity, profile
 
 HAS_GPU = torch.cuda.is_available()
 VOCAB_SIZE = 151_936 if HAS_GPU else 512
 NUM_SEQUENCES, LENGTH, PROMPT_LENGTH = (64, 535, 23) if HAS_GPU else (8, 150, 23)  # of an update
+NUM_KERNELS = 12
 NUM_REQUESTS, NUM_SAMPLED = (256, 128) if HAS_GPU else (8, 16)  # of a rollout
 
 
@@ -105,7 +107,7 @@ def synchronize() -> None:
 
 
 def step(family: str, engine: str) -> dict[str, Any]:
-    """Time packed updates; the best after the second counts."""
+    """Time packed updates; the best after the second counts. Print the kernels of one more."""
     from hotseat.loop.workers.objectives import SftObjective
     from hotseat.train.backend import TrainOptions
     from hotseat.train.make import make_backend
@@ -114,7 +116,7 @@ def step(family: str, engine: str) -> dict[str, Any]:
 
     model = model_of(family)
     num_parameters = sum(weight.numel() for weight in model.parameters())
-    options = TrainOptions(precision="bf16" if HAS_GPU else "fp32")
+    options = TrainOptions(precision="bf16" if HAS_GPU else "fp32", compile=None if HAS_GPU else False)
     backend = make_backend(model, options, device="cuda" if HAS_GPU else "cpu")
     # Lengths as different as those of answers, twice LENGTH at most.
     rng = random.Random(0)
@@ -137,6 +139,14 @@ def step(family: str, engine: str) -> dict[str, Any]:
         synchronize()
         seconds.append(time.perf_counter() - began_s)
     peak = torch.cuda.max_memory_allocated() / 2**30 if HAS_GPU else 0.0
+    with profile(activities=[ProfilerActivity.CUDA if HAS_GPU else ProfilerActivity.CPU]) as recorder:
+        backend.update(cut, SftObjective().loss, 1.0)
+        synchronize()
+    kind = "self_device_time_total" if HAS_GPU else "self_cpu_time_total"
+    kernels = sorted(((getattr(row, kind) / 1e3, row.key) for row in recorder.key_averages()), reverse=True)
+    print(f"{family}: {sum(ms for ms, _ in kernels):.0f} ms in kernels, of which")
+    for ms, name in kernels[:NUM_KERNELS]:
+        print(f"{ms:9.1f} {name[:90]}")
     backend.close()
     best_s = min(seconds[2:])
     return {
@@ -230,8 +240,8 @@ def main() -> None:
         command = [sys.executable, __file__, arguments.work, family, "--engines", engine, "--one"]
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         lines = ended.stdout.strip().splitlines() or [""]
-        if arguments.work == "run":
-            print("\n".join(line for line in lines[:-1] if "digest" in line), flush=True)
+        shown = [line for line in lines[:-1] if arguments.work == "step" or "digest" in line]
+        print(*shown[-1 - NUM_KERNELS :], sep="\n", flush=True)
         if ended.returncode:
             print(f"{family}, {engine}: exit {ended.returncode}", *lines[-12:], sep="\n", flush=True)
             continue

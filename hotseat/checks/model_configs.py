@@ -192,7 +192,7 @@ def teacher_prompts(context: DataContext) -> Iterator[Problem]:
 
 
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end an answer: the tokenizer's, and those of the model's generation config."""
+    """Return the tokens that end an answer: the tokenizer's, those of the model's generation config, and harmony's."""
     assert config.actor.model is not None
     return _eos_token_ids("actor.model", config.actor.model, tokenizer)
 
@@ -207,12 +207,15 @@ def judge_eos_token_ids(config: Config) -> tuple[int, ...]:
 def _eos_token_ids(key: str, model: str, tokenizer: Any) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
+    from hotseat.agents.harmony import end_token_ids
+
     token_ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     try:
         more = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # a model need not have one
         more = None
     token_ids |= set(more) if isinstance(more, list) else {more} if more is not None else set()
+    token_ids |= end_token_ids(tokenizer)
     if not token_ids:
         raise UserError(f"{key} {model!r}: its tokenizer has no end-of-sequence token; set eos_token")
     return tuple(sorted(token_ids))
