@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 HAS_GPU = torch.cuda.is_available()
 VOCAB_SIZE = 151_936 if HAS_GPU else 512
-NUM_SEQUENCES, LENGTH, PROMPT_LENGTH = (64, 535, 23) if HAS_GPU else (8, 150, 23)  # of an update
+NUM_SEQUENCES, LENGTH, PROMPT_LENGTH = (64, 535, 23) if HAS_GPU else (4, 100, 23)  # of an update
 NUM_KERNELS = 12
 NUM_REQUESTS, NUM_SAMPLED = (256, 128) if HAS_GPU else (8, 16)  # of a rollout
 
@@ -116,7 +116,7 @@ def step(family: str, engine: str) -> dict[str, Any]:
 
     model = model_of(family)
     num_parameters = sum(weight.numel() for weight in model.parameters())
-    options = TrainOptions(precision="bf16" if HAS_GPU else "fp32", compile=None if HAS_GPU else False)
+    options = TrainOptions(precision="bf16" if HAS_GPU else "fp32", layout="packed", compile=None if HAS_GPU else False)
     backend = make_backend(model, options, device="cuda" if HAS_GPU else "cpu")
     # Lengths as different as those of answers, twice LENGTH at most.
     rng = random.Random(0)
