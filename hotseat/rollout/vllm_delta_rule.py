@@ -54,6 +54,17 @@ def arguments(model_config: Any, overrides: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def state_bytes(model_config: Any) -> int:
+    """Return the bytes of one request's states; vLLM pads the blocks of all layers to the size of the largest."""
+    config = model_config.get_text_config()
+    if not is_qwen3_5(model_config):
+        return 0
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    elements = values * config.linear_key_head_dim + config.linear_conv_kernel_dim * (2 * keys + values)
+    return 4 * elements * config.num_hidden_layers
+
+
 def register_text_class() -> None:
     """Make vLLM know the class for text, in this process."""
     from vllm import ModelRegistry

@@ -375,6 +375,7 @@ def memory_arguments(settings: EngineSettings, model_config: Any, is_cpu: bool) 
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = max(1, heads // options.tensor_parallel_size)
     one = settings.max_length * 2 * config.num_hidden_layers * heads * width * getattr(torch, settings.dtype).itemsize
+    one += vllm_delta_rule.state_bytes(model_config)
     return {"kv_cache_memory_bytes": int(max(64 << 20, 2 * one, min(4 << 30, settings.num_slots * one)))}
 
 

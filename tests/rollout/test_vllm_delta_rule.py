@@ -18,7 +18,7 @@ from hotseat.algorithms.digest import tensor_digest
 from hotseat.checks.model_configs import _check_prefixes
 from hotseat.errors import UnsupportedError
 from hotseat.rollout.fused_weights import Piece
-from hotseat.rollout.vllm_delta_rule import text_config
+from hotseat.rollout.vllm_delta_rule import state_bytes, text_config
 from hotseat.types import Request, Sampling
 
 from .conformance import named_weights, reference_log_probs
@@ -115,6 +115,14 @@ def test_the_config_of_the_text_has_one_position_for_each_token() -> None:
     assert found.rope_parameters["rope_theta"] == 1e4
     other = SimpleNamespace(model_type="")
     assert text_config(other) is other  # as vLLM asks before it has read a file
+
+
+def test_a_request_needs_memory_for_its_states() -> None:
+    """Four heads of 8 x 4, and four tokens of 2 x 16 + 16 channels, in each of three layers, in fp32."""
+    config = delta_nets.tiny().config
+    assert state_bytes(config) == 4 * 3 * (4 * 8 * 4 + 4 * 48)
+    config.model_type = "llama"
+    assert state_bytes(config) == 0
 
 
 def test_a_weight_in_a_wider_dtype_is_digested_as_it_came_unless_it_holds_something_else() -> None:
