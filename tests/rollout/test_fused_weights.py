@@ -28,6 +28,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from hotseat.algorithms.digest import combine_digests, tensor_digest
 from hotseat.errors import WorkerError
@@ -248,6 +249,30 @@ def test_experts_with_biases_are_swapped_and_their_sinks_cut(size: int) -> None:
             assert piece.is_taken_here == (not piece.name.endswith("sinks"))
             piece.take(whole[piece.name])
     check()
+
+
+@torch.inference_mode()
+def test_experts_of_gpt_oss_are_computed_on_a_cpu_as_transformers_does() -> None:
+    """Large inputs, so that the caps of its activation matter."""
+    torch.manual_seed(0)
+    config = GptOssConfig(hidden_size=WIDTH, intermediate_size=8, num_local_experts=3, num_experts_per_tok=2)
+    theirs = GptOssExperts(config)
+    for weight in theirs.parameters():
+        weight.normal_(std=3.0)
+    hidden, ids = torch.randn(5, WIDTH) * 3, torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0]])
+    weights, output = torch.rand(5, 2), torch.empty(5, WIDTH)
+    _apply_experts(
+        SimpleNamespace(w1_bias=theirs.gate_up_proj_bias, w2_bias=theirs.down_proj_bias),
+        output=output,
+        hidden_states=hidden,
+        w1=theirs.gate_up_proj.mT.contiguous(),
+        w2=theirs.down_proj.mT.contiguous(),
+        topk_weights=weights,
+        topk_ids=ids,
+        activation=SimpleNamespace(value="swigluoai"),
+        apply_router_weight_on_input=False,
+    )
+    torch.testing.assert_close(output, theirs(hidden, ids, weights), rtol=1e-4, atol=1e-3)
 
 
 @torch.inference_mode()
