@@ -92,7 +92,7 @@ def over_chunks(tokens: Heads, counts: Sequence[int], state: Tensor | None = Non
     corrected = key * beta[..., None]
     system = corrected @ key.transpose(-1, -2) * between  # its diagonal is taken for ones
     sides = torch.cat([corrected * decayed, value * beta[..., None]], dim=-1)
-    solved: Tensor = _UnitInverse.apply(system) @ sides  # type: ignore[no-untyped-call]
+    solved: Tensor = _UnitInverse.apply(system) @ sides
     to_end = key * between[..., -1, :, None]
     at_end = decayed[..., -1:, :]
 

@@ -80,7 +80,8 @@ def compute_in_torch() -> None:
         from vllm.utils.torch_utils import LayerNameType
 
         _over_requests.__annotations__["layer_name"] = LayerNameType  # vLLM makes an operator's schema of them
-        importlib.import_module(_CPU_RULE).cpu_gdn_attention_core = _over_requests
+        theirs: Any = importlib.import_module(_CPU_RULE)
+        theirs.cpu_gdn_attention_core = _over_requests
 
 
 def _over_requests(

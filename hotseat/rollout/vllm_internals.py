@@ -29,7 +29,7 @@ def _of_gpt_oss(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 # By vLLM's names: [tokens, 2 x intermediate] -> [tokens, intermediate].
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functools.partial(_gated, torch.nn.functional.silu),
     "gelu": functools.partial(_gated, torch.nn.functional.gelu),
     "gelu_tanh": functools.partial(_gated, functools.partial(torch.nn.functional.gelu, approximate="tanh")),

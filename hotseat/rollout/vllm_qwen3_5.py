@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 _WITH_IMAGES: Any = theirs.Qwen3_5ForConditionalGeneration.__dict__
 
 
-class Qwen3_5ForCausalLM(theirs.Qwen3_5ForCausalLM, IsHybrid):  # type: ignore[misc]
+class Qwen3_5ForCausalLM(theirs.Qwen3_5ForCausalLM, IsHybrid):
     """Qwen3.5 for text, of checkpoints with a visual encoder and without."""
 
     hf_to_vllm_mapper = WeightsMapper(
