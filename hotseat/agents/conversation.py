@@ -33,6 +33,7 @@ from typing import Any, Literal
 
 from hotseat.agents.agent import AgentError
 from hotseat.agents.branches import Answer
+from hotseat.agents.harmony import END, RETURN
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.types import Completion, Prompt
@@ -193,7 +194,7 @@ class Conversation:
             return None
         rest = text.partition(_PLACE)[2]
         if said.stop is None or (said.stop not in rest and not calls):
-            return rest
+            return rest.removeprefix(END) if said.stop == RETURN else rest  # in history the one stands for the other
         _, stop, tail = rest.partition(said.stop)
         return tail if stop else None
 

@@ -10,8 +10,8 @@ with keys and queries of length 1, queries then scaled by key_dim^-½. `step` do
 
     u_t + β_t Σ_{j<t} exp(G_t - G_j) (k_t · k_j) u_j = β_t v_t - β_t exp(G_t) Sᵀ k_t
 
-is a triangular system that does not contain S but on its right side: it is solved for all chunks at once, and only
-products with S go chunk after chunk. A token with g = 0 and β = 0 leaves the state as it is.
+is a triangular system that does not contain S but on its right side: its inverse is computed for all chunks at once,
+and only products with S go chunk after chunk. A token with g = 0 and β = 0 leaves the state as it is.
 """
 
 from __future__ import annotations
@@ -47,8 +47,13 @@ def delta_nets(model: nn.Module) -> list[Any]:
 
 def gates(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Compute decay and β of each token from the hidden states in front of a layer: [..., hidden] -> [..., heads]."""
-    rate = functional.softplus(at_least_fp32(layer.in_proj_a(hidden)) + layer.dt_bias)
-    return -at_least_fp32(layer.A_log).exp() * rate, at_least_fp32(layer.in_proj_b(hidden).sigmoid())
+    return decay_and_beta(layer, layer.in_proj_a(hidden), layer.in_proj_b(hidden))
+
+
+def decay_and_beta(layer: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute decay and β from what a layer projects for them: [..., heads] each."""
+    rate = functional.softplus(at_least_fp32(a) + layer.dt_bias)
+    return -at_least_fp32(layer.A_log).exp() * rate, at_least_fp32(b.sigmoid())
 
 
 def heads(layer: Any, convolved: Tensor, decay: Tensor, beta: Tensor) -> Heads:
@@ -70,12 +75,13 @@ def gated_output(layer: Any, read: Tensor, hidden: Tensor) -> Tensor:
     return output
 
 
-def over_chunks(tokens: Heads, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+def over_chunks(tokens: Heads, counts: Sequence[int], state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Apply the rule to sequences that are cut into chunks: [chunks, length, ...] each.
 
     The first chunks of all sequences come first, then the second ones of those that have one, in the same order, and
     so on: `counts` says how many there are each time. Returns what the queries read, [chunks, length, heads,
-    value_dim], and the last state of every sequence, [sequences, heads, key_dim, value_dim].
+    value_dim], and the last state of every sequence, [sequences, heads, key_dim, value_dim]. state: the first ones in
+    the same form; zeros without it.
     """
     query, key, value, decay, beta = (tensor.transpose(1, 2) for tensor in tokens)  # [chunks, heads, length, ...]
     length, key_dim = key.shape[-2:]
@@ -86,12 +92,12 @@ def over_chunks(tokens: Heads, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     corrected = key * beta[..., None]
     system = corrected @ key.transpose(-1, -2) * between  # its diagonal is taken for ones
     sides = torch.cat([corrected * decayed, value * beta[..., None]], dim=-1)
-    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    solved: Tensor = _UnitInverse.apply(system) @ sides
     to_end = key * between[..., -1, :, None]
     at_end = decayed[..., -1:, :]
 
-    # [sequences, heads, key_dim, value_dim]
-    state = value.new_zeros(counts[0] if counts else 0, key.shape[1], key_dim, value.shape[-1])
+    if state is None:
+        state = value.new_zeros(counts[0] if counts else 0, key.shape[1], key_dim, value.shape[-1])
     befores, updates, ended = [], [], []
     each = (tensor.split(list(counts)) for tensor in (*solved.split([key_dim, value.shape[-1]], -1), to_end, at_end))
     for keys, values, weights, share in zip(*each, strict=True):
@@ -104,6 +110,54 @@ def over_chunks(tokens: Heads, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         state = state * share + weights.transpose(-1, -2) @ update
     read = (query * decayed) @ torch.cat(befores) + (query @ key.transpose(-1, -2) * between) @ torch.cat(updates)
     return read.transpose(1, 2), torch.cat([state, *reversed(ended)])
+
+
+class _UnitInverse(torch.autograd.Function):
+    """The inverse of triangular matrices, [..., length, length], whose diagonal is taken for ones and upper half for 0.
+
+    By products of blocks alone: a GPU solves many small systems slowly. Blocks of 8 by the finite series of their
+    powers, whose largest entries still are small; larger ones by [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [-B⁻¹ C A⁻¹, B⁻¹]].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, system: Tensor) -> Tensor:
+        inverse = _unit_inverse(system)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        found: Tensor = -(inverse.mT @ grads[0] @ inverse.mT).tril(-1)
+        return found
+
+
+def _unit_inverse(system: Tensor) -> Tensor:
+    wanted = system.shape[-1]
+    length = 1 << (wanted - 1).bit_length()
+    if wanted < length:
+        system = functional.pad(system, (0, length - wanted, 0, length - wanted))
+    size = min(8, length)
+
+    def blocks(size: int, row: int, column: int, stride: int) -> Tensor:
+        """Return blocks of `size` at (row, column), (row + stride, column + stride), ...: [..., blocks, size, size]."""
+        of_rows = system[..., row:, column:]
+        batch, (high, wide) = of_rows.stride()[:-2], of_rows.stride()[-2:]
+        shape = (*system.shape[:-2], length // stride, size, size)
+        return of_rows.as_strided(shape, (*batch, stride * (high + wide), high, wide))
+
+    power = blocks(size, 0, 0, size).tril(-1)
+    inverse = torch.eye(size, dtype=system.dtype, device=system.device) - power
+    for _ in range(size.bit_length() - 2):
+        power = power @ power
+        inverse = inverse + inverse @ power
+    while size < length:
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -(second @ blocks(size, size, 0, 2 * size) @ first)
+        above = torch.cat([first, torch.zeros_like(first)], dim=-1)
+        inverse = torch.cat([above, torch.cat([corner, second], dim=-1)], dim=-2)
+        size *= 2
+    return inverse[..., 0, :wanted, :wanted]
 
 
 def step(tokens: Heads, state: Tensor) -> Tensor:

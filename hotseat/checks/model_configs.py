@@ -76,6 +76,8 @@ def _model(
             _check_engine(rollout.engine, config.data.max_length, model_config, rollout.tensor_parallel_size)
             if rollout.routing_replay:
                 _check_routing(config, model_config)
+            if rollout.prefix_caching:
+                _check_prefixes(rollout.engine, model_config)
             if rollout.quantization is not None:
                 _check_quantisation(model_config)
         if config.train.liger_kernel:
@@ -138,6 +140,17 @@ def _check_routing(config: Config, model_config: Any) -> None:
         raise UserError(f"rollout.routing_replay is set, and {problem}")
 
 
+def _check_prefixes(kind: str, model_config: Any) -> None:
+    """Raise if engines of this kind cannot cache the prefixes of a model of this config."""
+    import torch
+
+    from hotseat.rollout.kinds import engine_kind
+
+    problem = engine_kind(kind).prefix_problem(model_config, is_cpu=not torch.cuda.is_available())
+    if problem is not None:
+        raise UnsupportedError(f"rollout.prefix_caching is true: {problem}")
+
+
 def _check_quantisation(model_config: Any) -> None:
     """Raise if the weights of a model of this config cannot be pushed to engines that keep them in FP8."""
     text = model_config.get_text_config()
@@ -195,7 +208,7 @@ def teacher_prompts(context: DataContext) -> Iterator[Problem]:
 
 
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end an answer: the tokenizer's, and those of the model's generation config."""
+    """Return the tokens that end an answer: the tokenizer's, those of the model's generation config, and harmony's."""
     assert config.actor.model is not None
     return _eos_token_ids("actor.model", config.actor.model, tokenizer)
 
@@ -210,12 +223,15 @@ def judge_eos_token_ids(config: Config) -> tuple[int, ...]:
 def _eos_token_ids(key: str, model: str, tokenizer: Any) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
+    from hotseat.agents.harmony import end_token_ids
+
     token_ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     try:
         more = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # a model need not have one
         more = None
     token_ids |= set(more) if isinstance(more, list) else {more} if more is not None else set()
+    token_ids |= end_token_ids(tokenizer)
     if not token_ids:
         raise UserError(f"{key} {model!r}: its tokenizer has no end-of-sequence token; set eos_token")
     return tuple(sorted(token_ids))

@@ -4,14 +4,15 @@ vLLM fuses projections (q, k and v in one matrix, gate and up in another) and gi
 Both are known from the type of the layer. A `Piece` is what one rank holds of one weight, as a view of the live
 parameter; the digests of all pieces of a weight add up to the digest of the whole.
 
-Experts whose tensors have the same order on both sides (`_EXPERTS`) are copied into their pieces as they are, where
-vLLM's own way takes every expert's projections one by one. No digest reaches those of other models.
+Experts of some models (`_EXPERTS`) are copied into their pieces as they are, where vLLM's own way takes every expert's
+projections one by one. No digest reaches those of other models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -36,6 +37,13 @@ class Piece:
         """Copy this piece out of a new weight."""
         self.live.copy_(self.window(whole))
 
+    def as_sent(self, dtype: torch.dtype | None) -> Tensor:
+        """Return the live values in the dtype in which they came, if vLLM holds the same ones in a wider one."""
+        if dtype is None or dtype.itemsize >= self.live.dtype.itemsize:
+            return self.live
+        narrow = self.live.to(dtype)
+        return narrow if torch.equal(narrow.to(self.live.dtype), self.live) else self.live
+
     def window(self, whole: Tensor) -> Tensor:
         """Return this piece of a whole weight."""
         return whole[
@@ -43,13 +51,15 @@ class Piece:
         ]
 
 
-# Models whose experts lie in vLLM as in transformers, and modules that have another name there than in vLLM.
+# Models whose experts have a known place in vLLM, and modules that have another name in transformers than in vLLM.
 _EXPERTS: Mapping[str, Mapping[str, str]] = {
+    "GptOssForCausalLM": {},
     "MixtralForCausalLM": {"block_sparse_moe": "mlp"},
     "Qwen2MoeForCausalLM": {},
     "Qwen3MoeForCausalLM": {},
 }
 FP8 = torch.float8_e4m3fn
+_NUM_PARTS = {"in_proj_qkv": 3}  # weights of the Hugging Face model that are several outputs of one layer of vLLM
 _BELOW_ADAPTER = ".base_layer"  # the name that vLLM gives a layer inside its adapter
 
 
@@ -59,7 +69,8 @@ def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
 
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     names = _EXPERTS.get(type(model).__name__)
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for prefix, module in modules.items():
         prefix = prefix.removesuffix(_BELOW_ADAPTER)
         renamed = ".".join((names or {}).get(part, part) for part in prefix.split("."))
         if isinstance(module, RoutedExperts):
@@ -70,7 +81,8 @@ def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
             live = parameter.detach()
             if live.dtype == FP8:  # vLLM's kernels take FP8 weights transposed
                 live = live.t()
-            for piece in _of_parameter(module, renamed, name, live, rank, packed):
+            owner = modules.get(prefix.rpartition(".")[0])
+            for piece in _of_parameter(module, owner, renamed, name, live, rank, packed):
                 yield replace(piece, is_taken_here=renamed != prefix)
 
 
@@ -98,14 +110,16 @@ def _hf_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
 
 
 def _of_parameter(
-    module: Any, prefix: str, name: str, live: Tensor, rank: int, packed: Mapping[str, Sequence[str]]
+    module: Any, owner: Any, prefix: str, name: str, live: Tensor, rank: int, packed: Mapping[str, Sequence[str]]
 ) -> Iterator[Piece]:
+    """Yield the pieces of a parameter. owner: the module that its module is a part of."""
     from vllm.model_executor.layers.linear import (
         ColumnParallelLinear,
         MergedColumnParallelLinear,
         QKVParallelLinear,
         RowParallelLinear,
     )
+    from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     parent, _, last = prefix.rpartition(".")
@@ -124,13 +138,19 @@ def _of_parameter(
             return  # fused in another way: no digest reaches it
         places = list(zip(live.split(list(sizes)), sizes, parts, totals, counted, strict=True))
         # Some checkpoints have one fused weight too (Phi-3, GLM-4), under that name, which others do not have.
-        first = 0
-        for view, size, at, total, counts in places:
-            yield piece(full, view, first + at * size, sum(totals), is_counted=counts)
-            first += total
-        if len(names) == len(sizes):
-            for each, (view, size, at, total, counts) in zip(names, places, strict=True):
-                yield piece(f"{parent}.{each}.{name}", view, at * size, total, is_counted=counts)
+        fused_here = [(full, places)]
+        nums = [_NUM_PARTS.get(each, 1) for each in names]
+        if sum(nums) == len(sizes):
+            each_place = iter(places)
+            fused_here += [
+                (f"{parent}.{each}.{name}", list(islice(each_place, num)))
+                for each, num in zip(names, nums, strict=True)
+            ]
+        for whole, own in fused_here:
+            first, size_of_whole = 0, sum(total for _, _, _, total, _ in own)
+            for view, size, at, total, counts in own:
+                yield piece(whole, view, first + at * size, size_of_whole, is_counted=counts)
+                first += total
 
     if isinstance(module, QKVParallelLinear):
         kv, all_kv = module.num_kv_heads, module.total_num_kv_heads
@@ -144,6 +164,10 @@ def _of_parameter(
         totals = list(module.output_sizes)
         sizes = [total // module.tp_size for total in totals]
         yield from fused(sizes, [part] * len(sizes), totals, [True] * len(sizes))
+    elif isinstance(module, ColumnParallelLinear) and isinstance(owner, GatedDeltaNetAttention) and last == "conv1d":
+        # Its channels are those of keys, of queries and of values, of which each rank has some.
+        totals = [owner.key_dim, owner.key_dim, owner.value_dim]
+        yield from fused([total // owner.tp_size for total in totals], [part] * 3, totals, [True] * 3)
     elif isinstance(module, ColumnParallelLinear):
         yield piece(full, live, part * live.shape[0], live.shape[0] * module.tp_size)
     elif isinstance(module, RowParallelLinear) and name == "weight":
@@ -153,6 +177,10 @@ def _of_parameter(
         is_cut = module.tp_size > 1
         rows = live[: at.num_org_elements]  # the rows after these are padding
         yield piece(full, rows, at.org_vocab_start_index, module.org_vocab_size)
+    elif isinstance(module, GatedDeltaNetAttention) or name == "sinks":  # a number for each head
+        total = module.num_attention_heads if name == "sinks" else module.num_v_heads
+        is_cut = total > live.shape[0]
+        yield piece(full, live, rank * live.shape[0] if is_cut else 0, total)
     else:
         is_cut = False
         yield piece(full, live, 0, live.shape[0] if live.dim() else 1)
@@ -172,7 +200,7 @@ def adapter_pieces(model: nn.Module, rank: int, names: WeightNames) -> Iterator[
             continue
         prefix = prefix.removesuffix(_BELOW_ADAPTER)
         adapter: Any = model.get_submodule(prefix)
-        parts = _of_parameter(module, prefix, "weight", module.weight.detach(), rank, packed)
+        parts = _of_parameter(module, None, prefix, "weight", module.weight.detach(), rank, packed)
         named = [replace(piece, name=hf_names.get(piece.name, piece.name)) for piece in parts]
         weights = [piece for piece in named if names.shapes.get(piece.name) == piece.shape]
         if len(weights) != len(adapter.lora_a_stacked):
@@ -195,6 +223,9 @@ def _of_experts(experts: Any, prefix: str, rank: int) -> Iterator[Piece]:
 
     Weights are `gate_up_proj` [experts, 2 x intermediate, hidden] and `down_proj` [experts, hidden, intermediate]. Each
     rank has its rows of every expert's gate and up, and its columns of every down.
+
+    Where experts have biases (gpt-oss), the last two dimensions of weights are swapped in transformers, and rows of
+    gate and up alternate on both sides. The first rank alone has the biases of `down_proj`, others have zeros.
     """
     parallel = experts.moe_config.moe_parallel_config
     size, part = parallel.tp_size, parallel.tp_rank
@@ -205,6 +236,16 @@ def _of_experts(experts: Any, prefix: str, rank: int) -> Iterator[Piece]:
     def piece(name: str, view: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
         return Piece(f"{prefix}.{name}", view, offset, shape, size > 1 or rank == 0, is_taken_here=True)
 
+    if experts.moe_config.has_bias:
+        for expert in range(num_experts):  # one by one: a view of swapped dimensions is copied to be read
+            of_gate_up, of_down = gate_up[expert : expert + 1].mT, down[expert : expert + 1].mT
+            yield piece("gate_up_proj", of_gate_up, (expert, 0, part * 2 * width), (num_experts, hidden, 2 * total))
+            yield piece("down_proj", of_down, (expert, part * width, 0), (num_experts, total, hidden))
+        bias = experts.w13_bias.detach()
+        yield piece("gate_up_proj_bias", bias, (0, part * 2 * width), (num_experts, 2 * total))
+        first = 0 if part == 0 else num_experts
+        yield piece("down_proj_bias", experts.w2_bias.detach()[first:], (first, 0), (num_experts, hidden))
+        return
     whole = (num_experts, 2 * total, hidden)
     if size == 1:
         yield piece("gate_up_proj", gate_up, (0, 0, 0), whole)

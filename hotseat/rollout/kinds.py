@@ -94,6 +94,10 @@ class EngineKind(ABC):
         """Tell why the engine cannot return the experts that tokens took; None if it can."""
         return None
 
+    def prefix_problem(self, config: Any, is_cpu: bool) -> str | None:
+        """Tell why the engine cannot cache prefixes of a model of this config; None if it can."""
+        return None
+
     def adapter_problem(self, rank: int, dtype: str, is_cpu: bool) -> str | None:
         """Tell why the engine cannot apply adapters of this rank to a model of this dtype; None if it can."""
         return None

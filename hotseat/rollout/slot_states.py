@@ -60,7 +60,7 @@ class Step:
         inputs, state = (states[: len(rows)] for states in self.states[layer.layer_idx])
         seen = torch.cat([inputs, layer.in_proj_qkv(rows)[:, None]], dim=1)
         inputs.copy_(seen[:, 1:])
-        read = step(heads(layer, _convolved(layer, seen)[:, 0], *gates(layer, rows)), state)
+        read = step(heads(layer, convolved(layer, seen)[:, 0], *gates(layer, rows)), state)
         return gated_output(layer, read, rows)[:, None]
 
 
@@ -73,22 +73,9 @@ class Rows:
 
     def run(self, layer: Any, hidden: Tensor) -> Tensor:
         """Compute a layer: [rows, length, hidden] in and out."""
-        num_rows, length = hidden.shape[:2]
         num_before = layer.conv_kernel_size - 1
         seen = functional.pad(layer.in_proj_qkv(hidden), (0, 0, num_before, 0))
-        is_token = torch.arange(length, device=hidden.device) < self.lengths[:, None]
-        decay, beta = (torch.where(is_token[..., None], gate, 0.0) for gate in gates(layer, hidden))
-        size = min(CHUNK, length)
-        num_chunks = -(-length // size)
-
-        def cut(tensor: Tensor) -> Tensor:
-            """Cut rows into chunks, the first ones of all rows first: [rows, length, ...] -> [chunks, size, ...]."""
-            filled = functional.pad(tensor, (*[0, 0] * (tensor.ndim - 2), 0, num_chunks * size - length))
-            return filled.unflatten(1, (num_chunks, size)).transpose(0, 1).flatten(0, 1)
-
-        tokens = heads(layer, _convolved(layer, seen), decay, beta)
-        read, state = over_chunks(Heads(*map(cut, tokens)), [num_rows] * num_chunks)
-        read = read.unflatten(0, (num_chunks, num_rows)).transpose(0, 1).flatten(1, 2)[:, :length]
+        read, state = over_rows(layer, seen, *gates(layer, hidden), self.lengths)
         last = self.lengths[:, None] + torch.arange(num_before, device=hidden.device)  # in `seen`
         self.states[layer.layer_idx] = seen.take_along_dim(last[..., None], dim=1), state
         return gated_output(layer, read, hidden)
@@ -98,7 +85,31 @@ class Rows:
         return tuple(torch.stack([each[row] for each in kind]) for kind in zip(*self.states.values(), strict=True))
 
 
-def _convolved(layer: Any, seen: Tensor) -> Tensor:
+def over_rows(
+    layer: Any, seen: Tensor, decay: Tensor, beta: Tensor, lengths: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Convolve and apply the rule to rows of tokens: what they read [rows, length, heads, value_dim], and the states.
+
+    seen: [rows, num_before + length, channels]. decay and beta: [rows, length, heads]. lengths: [rows], the tokens that
+    states are of. state: the states in front of the rows; zeros without it.
+    """
+    num_rows, length = decay.shape[:2]
+    is_token = torch.arange(length, device=seen.device) < lengths[:, None]
+    decay, beta = (torch.where(is_token[..., None], gate, 0.0) for gate in (decay, beta))
+    size = min(CHUNK, length)
+    num_chunks = -(-length // size)
+
+    def cut(tensor: Tensor) -> Tensor:
+        """Cut rows into chunks, the first ones of all rows first: [rows, length, ...] -> [chunks, size, ...]."""
+        filled = functional.pad(tensor, (*[0, 0] * (tensor.ndim - 2), 0, num_chunks * size - length))
+        return filled.unflatten(1, (num_chunks, size)).transpose(0, 1).flatten(0, 1)
+
+    tokens = heads(layer, convolved(layer, seen), decay, beta)
+    read, state = over_chunks(Heads(*map(cut, tokens)), [num_rows] * num_chunks, state)
+    return read.unflatten(0, (num_chunks, num_rows)).transpose(0, 1).flatten(1, 2)[:, :length], state
+
+
+def convolved(layer: Any, seen: Tensor) -> Tensor:
     """Convolve tokens with those in front of them: [rows, num_before + length, channels] -> [rows, length, channels].
 
     A product per element, so that a row's bits do not depend on other rows; rounded where transformers rounds.
@@ -109,8 +120,8 @@ def _convolved(layer: Any, seen: Tensor) -> Tensor:
     total = wide[:, :length] * kernel[:, 0]
     for back in range(1, kernel.shape[1]):
         total = total + wide[:, back : back + length] * kernel[:, back]
-    convolved: Tensor = ACT2FN[layer.activation](total.to(seen.dtype))
-    return convolved
+    found: Tensor = ACT2FN[layer.activation](total.to(seen.dtype))
+    return found
 
 
 def by_layer(nets: Sequence[Any], kinds: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]]:

@@ -15,10 +15,25 @@ from hotseat.rollout.vllm_versions import ADAPTER_ID, ADAPTER_NAME, installed_ve
 
 _TRANSFORMERS_MODELS = "vllm.model_executor.models.transformers.base"
 _CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
-_ACTIVATIONS = {
-    "silu": torch.nn.functional.silu,
-    "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+
+
+def _gated(activation: Callable[[torch.Tensor], torch.Tensor], gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+def _of_gpt_oss(gate_up: torch.Tensor) -> torch.Tensor:
+    """Capped, with a line for values above 0 (`GptOssExperts` of transformers), of columns that alternate."""
+    gate, up = gate_up[..., ::2].clamp(max=7.0), gate_up[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+# By vLLM's names: [tokens, 2 x intermediate] -> [tokens, intermediate].
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functools.partial(_gated, torch.nn.functional.silu),
+    "gelu": functools.partial(_gated, torch.nn.functional.gelu),
+    "gelu_tanh": functools.partial(_gated, functools.partial(torch.nn.functional.gelu, approximate="tanh")),
+    "swigluoai": _of_gpt_oss,
 }
 PARTS = ("weights", "kv_cache")  # which are also the tags of memory in vLLM
 
@@ -63,7 +78,7 @@ def leave_classes_alone() -> None:
 
 
 def _apply_experts(
-    _kernel: Any,
+    kernel: Any,
     *,
     output: torch.Tensor,  # [tokens, hidden], to be written
     hidden_states: torch.Tensor,  # [tokens, hidden]
@@ -77,11 +92,12 @@ def _apply_experts(
 ) -> None:
     """Send each token through the experts that were chosen for it."""
     linear = torch.nn.functional.linear
+    w1_bias, w2_bias = kernel.w1_bias, kernel.w2_bias  # [experts, 2 x intermediate] and [experts, hidden], or None
     output.zero_()
     for expert in topk_ids.unique().tolist():
         token, place = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
-        out = linear(_ACTIVATIONS[activation.value](gate) * up, w2[expert])
+        gate_up = linear(hidden_states[token], w1[expert], None if w1_bias is None else w1_bias[expert])
+        out = linear(_ACTIVATIONS[activation.value](gate_up), w2[expert], None if w2_bias is None else w2_bias[expert])
         if not apply_router_weight_on_input:  # otherwise the weight was applied to the input
             out = out * topk_weights[token, place, None].to(out.dtype)
         output.index_add_(0, token, out)
@@ -105,10 +121,11 @@ def experts_problem(model: torch.nn.Module) -> str | None:
                 f"vLLM {installed_version()} keeps the experts of this {type(model).__name__} as its {kept} them, and"
                 f" new weights cannot be put there: {instead}"
             )
-        if is_ours and (config.has_bias or config.activation.value not in _ACTIVATIONS):
+        activation = config.activation.value
+        if is_ours and activation not in _ACTIVATIONS:
             return (
-                f"the experts of this {type(model).__name__} have biases or the activation {config.activation.value},"
-                f" which are not computed with vLLM on a CPU: {instead}"
+                f"the experts of this {type(model).__name__} have the activation {activation}, which is not"
+                f" computed with vLLM on a CPU: {instead}"
             )
     return None
 

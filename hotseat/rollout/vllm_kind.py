@@ -55,15 +55,9 @@ class VllmKind(EngineKind):
                 f"{name} has latent attention, and vLLM decodes with products of its weights that are made once: a push"
                 " would not change them; set rollout.engine to transformers"
             )
-        if config.model_type.startswith("qwen3_5") and importlib.util.find_spec("torchvision") is None:
+        if config.model_type.startswith("qwen3_5_moe"):
             raise UnsupportedError(
-                "vLLM's Qwen3.5 can see images and needs torchvision for that, which is not installed: install the"
-                f" one that was built for torch {torch.__version__}"
-            )
-        if is_cpu and config.model_type == "gpt_oss":
-            raise UnsupportedError(
-                "the experts of gpt-oss have biases and an activation of their own, which are not computed with vLLM"
-                " on a CPU: set rollout.engine to transformers"
+                "vLLM has not been tried with pushed weights of Qwen3.5's experts: set rollout.engine to transformers"
             )
 
     def routing_problem(self, prefix_caching: bool, is_cpu: bool) -> str | None:
@@ -72,6 +66,9 @@ class VllmKind(EngineKind):
         if not prefix_caching:
             return "vLLM keeps the experts of tokens with its cache of prefixes: set rollout.prefix_caching to true"
         return None
+
+    def prefix_problem(self, config: Any, is_cpu: bool) -> str | None:
+        return vllm_versions.prefix_problem(config, is_cpu)
 
     def adapter_problem(self, rank: int, dtype: str, is_cpu: bool) -> str | None:
         most = vllm_versions.ADAPTER_RANKS[-1]

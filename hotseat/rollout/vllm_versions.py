@@ -22,6 +22,7 @@ import torch
 from hotseat.algorithms.head import HALVES
 from hotseat.errors import WorkerError
 from hotseat.placement.memory_terms import ENGINE_BATCH_TOKENS
+from hotseat.rollout import vllm_delta_rule
 from hotseat.rollout.kinds import EngineSettings
 from hotseat.rollout.vllm_images import (
     ImageInputs,
@@ -100,6 +101,7 @@ class Core:
 
             self.is_cpu = is_cpu
             use_prepared_images()
+            vllm_delta_rule.register_text_class()
             model_config = settings.model.config()
             max_positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
             # One more token is sampled to score a sequence: leave room for it, if the model has room.
@@ -278,8 +280,10 @@ def _import_model_class(model_config: Any) -> None:
     """
     from vllm import ModelRegistry
 
+    is_qwen3_5 = vllm_delta_rule.is_qwen3_5(model_config)
+    architectures = [vllm_delta_rule.TEXT_CLASS] if is_qwen3_5 else model_config.architectures or ()
     with without_torchvision():
-        for name in model_config.architectures or ():
+        for name in architectures:
             if name in ModelRegistry.models:
                 model_class = ModelRegistry.models[name].load_model_cls()
                 learn_names(model_class)
@@ -302,7 +306,7 @@ def _engine_args(
         max_num_seqs=settings.num_slots + SCORED_AT_ONCE,
         tensor_parallel_size=options.tensor_parallel_size,
         distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else "uni",
-        enable_prefix_caching=options.prefix_caching,
+        enable_prefix_caching=options.prefix_caching and prefix_problem(model_config, is_cpu) is None,
         enforce_eager=options.enforce_eager or is_cpu,
         # If a step ends inside a prompt, vLLM winds back the generator of the request's seed: a CPU's has
         # no offset to wind. There a prompt waits for a step that has room for all of it.
@@ -313,11 +317,13 @@ def _engine_args(
         enable_sleep_mode=not is_cpu,
         moe_backend="auto" if is_cpu else "triton",  # others keep experts in an order of their own
         worker_extension_cls=_WORKER,
-        # Before 0.26 vLLM reads this only for models that do not generate, and `widen_head` does the rest.
-        hf_overrides=({"head_dtype": "float32"} if has_wide_head else {}) | _rope(settings, model_config),
         use_tqdm_on_load=False,
         disable_log_stats=True,
         seed=0,
+        # Before 0.26 vLLM reads the head's only for models that do not generate, and `widen_head` does the rest.
+        **vllm_delta_rule.arguments(
+            model_config, ({"head_dtype": "float32"} if has_wide_head else {}) | _rope(settings, model_config)
+        ),
         **({"quantization": FP8_WEIGHTS} if options.fp8_weights else {}),
         **({"kv_cache_dtype": "fp8"} if options.fp8_cache else {}),
         **({"enable_return_routed_experts": True} if settings.returns_routing else {}),
@@ -325,6 +331,13 @@ def _engine_args(
         **engine_arguments(options.images, frozenset(each.name for each in fields(EngineArgs))),
         **memory_arguments(settings, model_config, is_cpu) | dict(options.engine_args),
     )
+
+
+def prefix_problem(model_config: Any, is_cpu: bool) -> str | None:
+    """Tell why vLLM cannot cache the prefixes of a model of this config; None if it can."""
+    if not (is_cpu and vllm_delta_rule.is_qwen3_5(model_config)):
+        return None
+    return "on a CPU vLLM keeps no states of linear attention for prefixes, since prompts are not cut there: unset it"
 
 
 def _rope(settings: EngineSettings, model_config: Any) -> dict[str, Any]:
@@ -365,6 +378,7 @@ def memory_arguments(settings: EngineSettings, model_config: Any, is_cpu: bool) 
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = max(1, heads // options.tensor_parallel_size)
     one = settings.max_length * 2 * config.num_hidden_layers * heads * width * getattr(torch, settings.dtype).itemsize
+    one += vllm_delta_rule.state_bytes(model_config)
     return {"kv_cache_memory_bytes": int(max(64 << 20, 2 * one, min(4 << 30, settings.num_slots * one)))}
 
 

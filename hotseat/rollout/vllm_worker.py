@@ -21,6 +21,7 @@ from hotseat.errors import WeightError
 from hotseat.rollout import vllm_internals as inside
 from hotseat.rollout.fused_weights import Piece, adapter_pieces, pieces, renamed
 from hotseat.rollout.live_weights import WeightNames
+from hotseat.rollout.vllm_delta_rule import compute_in_torch, register_text_class
 from hotseat.rollout.vllm_fp8 import QuantisedDigests, QuantisedPiece, fp8_problem, quantising
 from hotseat.rollout.vllm_images import use_prepared_images
 
@@ -28,6 +29,8 @@ from hotseat.rollout.vllm_images import use_prepared_images
 inside.leave_weights_in_place()
 inside.leave_classes_alone()
 use_prepared_images()
+register_text_class()
+compute_in_torch()
 keep_float32()
 
 
@@ -61,6 +64,7 @@ class WorkerExtension:
         if names.factors:
             inside.add_adapter(self.model_runner)  # of zeros: pushes write to its memory
         self.hotseat_taken: dict[str, list[Piece]] = {}
+        self.hotseat_dtypes: dict[str, torch.dtype] = {}  # of weights as they arrived
         for piece in self.hotseat_pieces:
             if piece.is_taken_here:
                 self.hotseat_taken.setdefault(piece.name, []).append(piece)
@@ -107,6 +111,7 @@ class WorkerExtension:
                 if first in self.hotseat_arrived:  # vLLM wants a tied weight once
                     continue
                 self.hotseat_arrived.add(first)
+                self.hotseat_dtypes[first] = tensor.dtype
                 for piece in self.hotseat_taken.get(first, ()):
                     piece.take(tensor)
                     if isinstance(piece, QuantisedPiece):
@@ -141,7 +146,7 @@ class WorkerExtension:
         plain = [piece for piece in chosen if not isinstance(piece, QuantisedPiece)]
         with torch.inference_mode():
             digests = named_digests(
-                [(str(index), piece.live) for index, piece in enumerate(plain)],
+                [(str(index), piece.as_sent(self.hotseat_dtypes.get(piece.name))) for index, piece in enumerate(plain)],
                 {str(index): piece.offset for index, piece in enumerate(plain)},
             )
             try:

@@ -7,7 +7,7 @@ import torch
 from delta_nets import recurrence
 from torch import Tensor
 
-from hotseat.algorithms.delta_rule import Heads, over_chunks, step
+from hotseat.algorithms.delta_rule import Heads, _UnitInverse, over_chunks, step
 
 
 def some_heads(*shape: int, seed: int = 0) -> Heads:
@@ -68,3 +68,33 @@ def test_strong_decays_do_not_overflow() -> None:
     found, states = over_chunks(strong, (1,))
     gradients = torch.autograd.grad(found.sum() + states.sum(), tokens)
     assert all(bool(tensor.isfinite().all()) for tensor in (found, states, *gradients))
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 8, 16, 37, 64])
+@pytest.mark.parametrize("kind", ["keys that differ", "the same key all the time"])
+def test_the_inverse_and_its_gradient_are_those_of_a_triangular_solver(length: int, kind: str) -> None:
+    """The same key gives the largest powers: 0.99 everywhere below the diagonal."""
+    torch.manual_seed(0)
+    key = torch.nn.functional.normalize(torch.randn(3, 2, length, 16), dim=-1)
+    system = key @ key.mT if kind == "keys that differ" else torch.full((3, 2, length, length), 0.99)
+    system.requires_grad_()
+    exact = system.detach().double().requires_grad_()
+    one = torch.eye(length, dtype=torch.float64).expand(exact.shape)
+    expected = torch.linalg.solve_triangular(exact, one, upper=False, unitriangular=True)
+    found = _UnitInverse.apply(system)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
+    weights = torch.randn(found.shape)
+    (found * weights).sum().backward()
+    (expected * weights.double()).sum().backward()
+    assert system.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(system.grad.double(), exact.grad.tril(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_sequence_goes_on_from_the_state_of_its_first_half() -> None:
+    tokens = some_heads(4, 8)
+    whole, last = over_chunks(tokens, (1, 1, 1, 1))
+    first, state = over_chunks(Heads(*(each[:2] for each in tokens)), (1, 1))
+    second, after = over_chunks(Heads(*(each[2:] for each in tokens)), (1, 1), state)
+    torch.testing.assert_close(torch.cat([first, second]), whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(after, last, rtol=0, atol=1e-12)

@@ -53,6 +53,7 @@ STOPS = {
     "deepseekv3": "<｜end▁of▁sentence｜>",
     "gptoss": "<|return|>",
 }
+_UNWRITTEN = {"gptoss": ("<|constrain|>",)}  # markers that a policy writes and its template does not
 _ANY = re.compile(
     r"<\|[\w ]+?\|>|<｜[^｜]+｜>|</?s>|<(?:start|end)_of_turn>|\[/?[A-Z_]+\]|</?(?:think|tool_call|tool_response)>"
 )
@@ -68,7 +69,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocabulary, pairs))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    markers = sorted({*_ANY.findall(template), STOPS[name], "<s>", "<|endoftext|>"})
+    markers = sorted({*_ANY.findall(template), *_UNWRITTEN.get(name, ()), STOPS[name], "<s>", "<|endoftext|>"})
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in markers])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=STOPS[name])
     tokenizer.chat_template = template

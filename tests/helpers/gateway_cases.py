@@ -84,10 +84,11 @@ class Engine:
         if text == "dies":
             future.set_exception(RuntimeError("the engine died"))
             return future
-        text, _, cut = text.partition("|")  # "text|cut" was cut at the limit
-        ids = tuple(
-            tokenizer_of(self._name)(text + ("" if cut else STOPS[self._name]), add_special_tokens=False)["input_ids"]
-        )
+        cut = ""
+        if not text.endswith("|>"):  # it has its stop token
+            text, _, cut = text.partition("|")  # "text|cut" was cut at the limit
+            text += "" if cut else STOPS[self._name]
+        ids = tuple(tokenizer_of(self._name)(text, add_special_tokens=False)["input_ids"])
         facts = tuple(-0.5 - at / 4 for at in range(len(ids))), (len(self.requests),) * len(ids)
         self.sampled[request.token_ids, ids, *facts] += 1
         future.set_result(Completion(request.id, ids, *facts, "length" if cut else "stop"))

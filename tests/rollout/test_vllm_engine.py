@@ -88,7 +88,12 @@ class Shared:
 
     @contextmanager
     def engine(
-        self, num_slots: int = 8, max_length: int = 128, eos_token_ids: Any = (), keeps_cache: bool = False
+        self,
+        num_slots: int = 8,
+        max_length: int = 128,
+        eos_token_ids: Any = (),
+        keeps_cache: bool = False,
+        loads: bool = True,
     ) -> Iterator[VllmEngine]:
         engine = VllmEngine(
             self.core,
@@ -101,7 +106,8 @@ class Shared:
             call_timeout_s=PATIENCE_S,
         )
         try:
-            engine.load_weights(named_weights(self.model(0)), 0)
+            if loads:
+                engine.load_weights(named_weights(self.model(0)), 0)
             yield engine
         finally:
             engine.close()

@@ -48,7 +48,7 @@ class Experts(RoutedExperts):
         nn.Module.__init__(self)
         self.w13_weight, self.w2_weight = nn.Parameter(gate_up), nn.Parameter(down)
         parallel = SimpleNamespace(tp_rank=rank, tp_size=size)
-        self.moe_config = SimpleNamespace(moe_parallel_config=parallel, **moe_config)
+        self.moe_config = SimpleNamespace(**{"moe_parallel_config": parallel, "has_bias": False} | moe_config)
 
 
 class Head(VocabParallelEmbedding):

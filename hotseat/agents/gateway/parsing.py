@@ -2,6 +2,7 @@
 
 Models write tool calls in forms of their own. Two libraries know them: transformers, where the model's tokenizer has a
 `response_template`, and `renderers`, for the families that it names (`agent.tool_parser`) or finds by a model's name.
+Harmony, the form of gpt-oss, is known by its tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from hotseat.agents import harmony
 from hotseat.agents.conversation import Context
 from hotseat.errors import UserError
 
@@ -39,8 +41,14 @@ def parser_of(tokenizer: Any, family: str | None = None) -> Parser | None:
         from renderers.base import MODEL_RENDERER_MAP
 
         known = MODEL_RENDERER_MAP.get(tokenizer.name_or_path)
-        return None if known is None else _by_renderers(tokenizer, known)
-    return None
+        if known is not None:
+            return _by_renderers(tokenizer, known)
+    return _of_harmony if harmony.is_harmony(tokenizer) else None
+
+
+def _of_harmony(context: Context, text: str, token_ids: Sequence[int], tools: Tools) -> Parsed | None:
+    found = harmony.parts(text)
+    return None if found is None else Parsed(*found)
 
 
 def _by_transformers(tokenizer: Any) -> Parser:

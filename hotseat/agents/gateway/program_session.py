@@ -20,6 +20,7 @@ from hotseat.agents.gateway import message_images
 from hotseat.agents.gateway.fields import CAN_BE_SAMPLED, Asked, BadRequest
 from hotseat.agents.gateway.parsing import Parser, parser_of
 from hotseat.agents.gateway.reply import ClientAnswer, GrowingAnswer, certain
+from hotseat.agents.harmony import is_harmony
 from hotseat.agents.image_preparer import ImagePreparer
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.closing import on_failure
@@ -98,6 +99,11 @@ class ServedPolicy:
     @cached_property
     def parser(self) -> Parser | None:
         return parser_of(self.tokenizer, self.settings.tool_parser)
+
+    @cached_property
+    def has_channels(self) -> bool:
+        """Tell whether answers have parts that are not for the user, also where there are no tools."""
+        return self.parser is not None and is_harmony(self.tokenizer)
 
     async def work(self, num_characters: float, function: Callable[..., Result], *args: Any) -> Result:
         """Call a function that works on a conversation of so many characters."""
@@ -213,6 +219,8 @@ class ProgramSession:
 
     def _certain(self, context: Context, stops: tuple[str, ...], token_ids: tuple[int, ...]) -> str:
         """Return the text that an answer has for clients if it begins with these tokens; empty if that is not known."""
+        if self._policy.has_channels:
+            return ""  # which of it is for the user is known at its end
         if stops and _first_stop(self.conversation.text_of(context, token_ids), stops) is not None:
             return ""  # the tokens after it will be cut off
         return certain(self._visible(context, token_ids), stops)
@@ -392,7 +400,7 @@ class ProgramSession:
             text = text[: text.find(stop)]
         is_cut = stop is None and completion.finish == "length"
         answer = ClientAnswer(context.token_ids, completion.token_ids, completion.log_probs, text, is_cut, stop)
-        if asked.tools and stop is None:
+        if (asked.tools or self._policy.has_channels) and stop is None:
             answer = self._with_tool_calls(answer, context, completion, asked)
         return answer, completion
 

@@ -682,6 +682,61 @@ def test_tool_calls_are_parsed_and_their_tokens_stay_as_sampled():
     check_two_turns_with_a_tool(program)
 
 
+HARMONY_CALL = (
+    "<|channel|>analysis<|message|>bad<|end|><|start|>assistant<|channel|>commentary to=functions.add"
+    ' <|constrain|>json<|message|>{"a":  1}<|call|>'
+)
+HARMONY_END = "<|channel|>analysis<|message|>cab<|end|><|start|>assistant<|channel|>final<|message|>dad<|return|>"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_gpt_oss_calls_on_a_channel_and_thinks_on_another(streams):
+    """And goes on after an answer without a second end of it."""
+
+    async def program(prompt, client):
+        ask, tools = client_of(client).chat.completions.create, [{"type": "function", "function": TOOL}]
+        reply = await ask(model="x", messages=QUESTION, tools=tools)
+        message = reply.choices[0].message
+        assert (reply.choices[0].finish_reason, message.content, message.reasoning_content) == (
+            "tool_calls",
+            None,
+            "bad",
+        )
+        [call] = message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+        given = {"role": "assistant", "tool_calls": [call.model_dump()]}
+        messages = [*QUESTION, given, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+        for _ in range(2):
+            reply = await ask(model="x", messages=messages, tools=tools, stream=streams)
+            if streams:
+                said = "".join([chunk.choices[0].delta.content or "" async for chunk in reply])
+            else:
+                said = reply.choices[0].message.content
+            assert said == "dad"
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "ace"}]
+        return 0.0
+
+    engine = Engine(HARMONY_CALL, HARMONY_END, name="gptoss")
+    outcome = play(program, engine, name="gptoss")
+    assert isinstance(outcome, ScoredEpisode), outcome
+    [segment] = outcome.episode.segments
+    assert learned((segment,), outcome.episode.turn_lengths) == engine.sampled
+    result = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"2"<|end|><|start|>assistant'
+    assert engine.contexts[1] == engine.contexts[0] + HARMONY_CALL + result
+    more = "<|start|>user<|message|>ace<|end|><|start|>assistant"
+    assert engine.contexts[2] == engine.contexts[1] + HARMONY_END + more
+
+
+def test_gpt_oss_without_tools_shows_its_final_channel_alone():
+    async def program(prompt, client):
+        reply = await client_of(client).chat.completions.create(model="x", messages=QUESTION)
+        assert reply.choices[0].message.content == "dad"
+        assert reply.choices[0].message.reasoning_content == "cab"
+        return 0.0
+
+    assert isinstance(play(program, Engine(HARMONY_END, name="gptoss"), name="gptoss"), ScoredEpisode)
+
+
 def test_tool_calls_stream_as_their_clients_put_them_together():
     async def program(prompt, client):
         tools = [{"type": "function", "function": TOOL}]
