@@ -142,6 +142,8 @@ WITHOUT_A_FLAG = {
     "algorithm.turn_credit",
     "checkpoint.background",
     "checkpoint.keep_final",
+    "checkpoint.memory_every",
+    "checkpoint.memory_path",
     "checkpoint.push_private",
     "checkpoint.push_to_hub",
     "cluster.call_timeout_s",

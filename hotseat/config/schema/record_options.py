@@ -28,6 +28,10 @@ class CheckpointConfig(Section):
     """Checkpoints kept, besides the best."""
     keep_final: Annotated[bool, when.SAVES_OR_RESUMES] = True
     """Make and keep a checkpoint of the last step, to extend the run; false deletes all that hold no exported model."""
+    memory_every: Annotated[Positive | None, when.SAVES] = None
+    """Steps between memory snapshots, from which what died continues; unset: from the newest checkpoint on disk."""
+    memory_path: Annotated[str, when.SNAPSHOTS] = "/dev/shm"
+    """Folder on a tmpfs, or on a fast disk of the driver's machine, for memory snapshots."""
     max_gib: Annotated[AboveZero | None, when.SAVES_OR_RESUMES] = None
     """Disk space all checkpoints may take; unset is no bound."""
     resume: bool = False
