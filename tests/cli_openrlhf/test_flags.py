@@ -266,6 +266,7 @@ WITHOUT_A_FLAG = {
     "rollout.stop",
     "rollout.top_k",
     "run.max_restarts",
+    "run.standby",
     "train.checkpointed_layers",
     "train.chosen_tokens_per_device",
     "train.compile",

@@ -15,6 +15,8 @@ DEFAULT_MINUTES = 10.0  # between checkpoints, where the config does not say whe
 class RunConfig(Section):
     max_restarts: NotNegative = 3
     """Restarts without a new checkpoint, of a model's processes or of the run, after which it is given up; 0: none."""
+    standby: bool = False
+    """Have the next driver load its libraries ahead, in case this one dies; takes about 1 GiB of host memory."""
 
 
 class CheckpointConfig(Section):

@@ -544,6 +544,7 @@ class Saver:
     def settled(self, journal: Journal) -> Iterator[None]:
         """Enclose the steps of a run: however they end, a checkpoint that is being written is completed if possible."""
         self.phase = "training"
+        tell(standby=self._config.run.standby)
         try:
             yield
             self.phase = "exporting"  # nothing after the last step is saved
