@@ -66,9 +66,14 @@ _driver = 0  # the process that may write there: not one that it forks
 restarts: tuple[Restart, ...] = ()  # those of this command, in a driver that was started again
 
 
+def is_kept() -> bool:
+    """Tell whether this process is a driver that has a parent."""
+    return _pipe is not None and os.getpid() == _driver
+
+
 def tell(**facts: Any) -> None:
     """Tell the parent facts about this driver. Strings may be cut."""
-    if _pipe is None or os.getpid() != _driver:
+    if _pipe is None or not is_kept():
         return
     short = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()}
     with contextlib.suppress(OSError):  # it is stopped, and the pipe is full
