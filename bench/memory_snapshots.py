@@ -3,6 +3,8 @@
 A model of the shape of SmolLM2-135M, in fp32 with AdamW on CPUs, is trained by `task: sft`; weights and optimizer state
 take 12 bytes per parameter. Each way to save is one run of a few steps, of which the first is not counted.
 
+Seconds of a core include those of threads, and hardly depend on what else the machine does.
+
     python bench/memory_snapshots.py [--steps 4]
 """
 
@@ -52,6 +54,7 @@ def main() -> None:
         with contextlib.redirect_stdout(None):
             files = make_files(directory, 0)
         model = make_model(directory / "model", files.model)
+        without_s = 0.0
         for number, (way, checkpoint) in enumerate(WAYS.items()):
             text = CONFIG.format(
                 name=f"run-{number}",
@@ -61,12 +64,19 @@ def main() -> None:
                 num_samples=2 * steps,
                 checkpoint=checkpoint,
             )
+            began_s = time.process_time()
             with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
                 start(loads(text))
+            cpu_s = (time.process_time() - began_s) / steps
+            without_s = without_s if number else cpu_s
             lines = read_lines(directory / f"run-{number}" / "metrics.jsonl")[2:]
             save_s = statistics.median(line.get("time/save", 0.0) for line in lines)
             step_s = statistics.median(line["step_s"] for line in lines)
-            print(f"{way:<26} a step takes {step_s:5.2f} s, and waits {save_s:5.2f} s for saving", flush=True)
+            print(
+                f"{way:<26} a step takes {step_s:5.2f} s, and waits {save_s:5.2f} s for saving;"
+                f" {cpu_s - without_s:5.2f} s of a core for each",
+                flush=True,
+            )
         store = CheckpointStore(directory / "run-1" / "checkpoints")
         size, started_s = store.size(store.steps()[-1]), time.monotonic()
         store.newest()
