@@ -100,6 +100,7 @@ class Saver:
         self._cost_s = 0.0  # time for which the last save held up the run
         self._warned_of_room = False
         self._last_made: int | None = None  # the last step that was finished
+        self._has_told_standby = False
         self.phase: Phase = "idle"
         self.is_stopping = False  # the run ends after the current step; a signal sets it, at any moment
         self._stops_unsaved = False  # it does so even if it makes no checkpoints
@@ -274,6 +275,10 @@ class Saver:
         return self._last_made or 0
 
     def made(self, step: int) -> None:
+        """Take note that a step was finished. After the first one, a standby no longer takes time from the start."""
+        if not self._has_told_standby:
+            self._has_told_standby = True
+            tell(standby=self._config.run.standby)
         self._last_made = step
 
     def ending(self, command: str) -> str:
@@ -544,7 +549,6 @@ class Saver:
     def settled(self, journal: Journal) -> Iterator[None]:
         """Enclose the steps of a run: however they end, a checkpoint that is being written is completed if possible."""
         self.phase = "training"
-        tell(standby=self._config.run.standby)
         try:
             yield
             self.phase = "exporting"  # nothing after the last step is saved
