@@ -67,8 +67,8 @@ reward: {{function: {reward}}}
 rollout: {{batch_size: {batch_size}, samples_per_prompt: {group_size}, max_new_tokens: 6}}
 overlap: {{staleness: {staleness}}}
 train: {{dtype: fp32, batch_size: {num_samples}, micro_batch_size: 32}}
-checkpoint: {{every: 2, keep_last: 2}}
-run: {{max_restarts: 10}}
+checkpoint: {{every: 10, keep_last: 2, memory_every: 1}}
+run: {{max_restarts: 10, standby: true}}
 log: {{every: 1000}}
 """
 

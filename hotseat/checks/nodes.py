@@ -38,6 +38,20 @@ class NodesContext(CheckContext):
     ask: Callable[[Sequence[int], Sequence[str]], Mapping[int, NodeFacts]]
 
 
+def memory_snapshots(context: NodesContext) -> Iterator[Problem]:
+    """Find ranks that train on other nodes than the driver's, so that no node would have a whole memory snapshot."""
+    trained = [role for role in context.plan.roles if role.name in ("actor", "critic")]
+    others = {process.node for role in trained for process in role.processes} - {context.home}
+    if context.config.checkpoint.memory_every is not None and others:
+        named = ", ".join(map(str, sorted(others)))
+        yield Problem(
+            "checkpoint.memory_every",
+            f"actor or critic have ranks on node{'s' * (len(others) > 1)} {named}, and the driver is on node"
+            f" {context.home}: memory snapshots are of runs that train on the driver's node alone;"
+            " leave it unset",
+        )
+
+
 def alike(context: NodesContext) -> Iterator[Problem]:
     """Find nodes that lack a file of the run, have another one, or have other versions of what computes."""
     config, plan = context.config, context.plan

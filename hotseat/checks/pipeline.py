@@ -65,6 +65,7 @@ PLACEMENT: Stage[PlanContext] = (
     plans.reference_of_preferences,
     plans.host_memory,
     plans.loading_memory,
+    plans.memory_snapshots,
     plans.transport,
     plans.user_functions,
     plans.components,
@@ -80,7 +81,7 @@ DATA: Stage[DataContext] = (
 )
 TRAINING: Stage[TrainingContext] = (capabilities.backends, capabilities.critic_warmup)
 # On a cluster that exists, once its nodes are known.
-NODES: Stage[NodesContext] = (nodes.alike,)
+NODES: Stage[NodesContext] = (nodes.memory_snapshots, nodes.alike)
 # On the devices of the cluster, right before models load.
 DEVICES: Stage[DeviceContext] = (capabilities.fp8, capabilities.engine_dtype)
 # Of commands without training, on the devices of this machine.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from hotseat.config.presence import has_critic
 from hotseat.config.resolved import critic_model, reward_parts
 from hotseat.errors import PlacementError, Problem
 from hotseat.machine import available_bytes, has_gpu
-from hotseat.placement.memory_terms import GIB
+from hotseat.placement.memory_terms import GIB, SNAPSHOTS
 from hotseat.planning.config_plan import host_needs, is_offloaded
+from hotseat.processes import kept_driver
 from hotseat.registry.roles import role_entry
 from hotseat.user_functions import is_user_function
 
@@ -53,6 +55,29 @@ def reference_of_preferences(context: PlanContext) -> Iterable[Problem]:
     return ()
 
 
+def memory_snapshots(context: PlanContext, free: int | None = None) -> Iterator[Problem]:
+    """Find that memory snapshots have no place, or no room there. free: bytes; None: as measured now."""
+    section = context.config.checkpoint
+    # A driver that is started again has passed this before.
+    if section.memory_every is None or kept_driver.restarts:
+        return
+    place = Path(section.memory_path)
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        yield Problem("checkpoint.memory_path", f"{place} is no folder that can be written: give one on a tmpfs")
+        return
+    terms = [term for host in context.plan.hosts for term in host.terms if term.name == SNAPSHOTS]
+    count = 1 if section.resume else 2  # a run that is resumed may have the other already
+    needed = int(sum(term.gib for term in terms) * GIB * count / 2)
+    free = shutil.disk_usage(place).free if free is None else free
+    if needed > free:
+        yield Problem(
+            "checkpoint.memory_every",
+            f"the last memory snapshot and the one that is being written take {needed:,} bytes in {place}, and"
+            f" {free:,} are free: make it larger (`mount -o remount,size=...`, `docker run --shm-size=...`), set"
+            " checkpoint.memory_path to another folder, or leave checkpoint.memory_every out",
+        )
+
+
 def launched_ranks(context: RanksContext) -> Iterator[Problem]:
     """Find options that ranks which a launcher started do not support, or that do not divide them."""
     from hotseat.train.sequence import check_ranks
@@ -64,6 +89,12 @@ def launched_ranks(context: RanksContext) -> Iterator[Problem]:
             "",
             "checkpoint.background is true, but ranks that a launcher started wait while they save: leave it unset, or"
             " use `hotseat run`, which starts the ranks itself",
+        )
+    if context.config.checkpoint.memory_every is not None:
+        yield Problem(
+            "checkpoint.memory_every",
+            "ranks that a launcher started are not started again, so they make no memory snapshots: leave it unset, or"
+            " use `hotseat run`",
         )
     check_ranks(train.sequence_parallel_size, context.num_launched)
     check_ranks(train.tensor_parallel_size, context.num_launched, TENSOR_PARALLEL_SIZE)

@@ -12,10 +12,11 @@ from typing import NoReturn
 from hotseat import interrupts
 from hotseat.errors import HotseatError, UserError
 from hotseat.interrupts import STOPPED
-from hotseat.processes.kept_driver import tell
+from hotseat.processes.kept_driver import is_kept, tell
 
 # Exit codes: done; failed while running; refused before anything ran. `STOPPED`: by Ctrl-C or SIGTERM.
 OK, FAILED, REFUSED = 0, 1, 2
+_is_death = False  # what ends this command would not come again
 _THREADS_S = 3.0
 _LOOK_EVERY_S = 0.25
 _WAITING = {("threading.py", "_shutdown"), ("thread.py", "_python_exit")}  # where Python waits for threads at its end
@@ -52,7 +53,9 @@ def _tell(error: Exception) -> None:
     """Tell the process that may start this command again why it ends."""
     from hotseat.deaths import comes_again
 
-    tell(error=str(error).partition("\n")[0] or type(error).__name__, comes_again=comes_again(error))
+    global _is_death
+    _is_death = not comes_again(error)
+    tell(error=str(error).partition("\n")[0] or type(error).__name__, comes_again=not _is_death)
 
 
 def show(text: str) -> None:
@@ -69,8 +72,11 @@ def leave(code: int) -> NoReturn:
     """End this process, which is a command that is over, with an exit code.
 
     Python waits for threads that are not daemons, such as those of an agent or a reward, and of their executors. A
-    thread that does not end by itself is waited for `_THREADS_S`.
+    thread that does not end by itself is waited for `_THREADS_S`. A driver that is to be started again ends at once:
+    everything of the run is closed, and Ray's library waits for seconds for daemons that are gone.
     """
+    if _is_death and is_kept():
+        _end_now(code)
     threading.Thread(target=_end_despite_threads, args=(code,), name="ending", daemon=True).start()
     sys.exit(code)
 
@@ -90,6 +96,10 @@ def _end_despite_threads(code: int) -> None:
     names = sorted({each.name for each in threading.enumerate() if each not in ours and not each.daemon})
     which = f": {', '.join(names)}" if names else ""
     print(f"hotseat: threads of user code were still running at the end, and are left{which}", file=sys.stderr)
+    _end_now(code)
+
+
+def _end_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)

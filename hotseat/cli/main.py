@@ -323,10 +323,13 @@ def _resume(arguments: argparse.Namespace) -> int:
     here += _allowing(arguments.allow_change)
     config = loads_saved((path / "config.yaml").read_text(), [*arguments.overrides, *here])
     from hotseat.loop.state.checkpoints import CheckpointStore
+    from hotseat.loop.state.memory_snapshots import folder_of
 
     folder = Path(config.checkpoint.folder or path / "checkpoints")
     is_elsewhere = config.checkpoint.url is not None  # where the run itself looks
-    if not (is_elsewhere or CheckpointStore(folder).steps() or kept_driver.restarts):
+    in_memory = folder_of(path, Path(config.checkpoint.memory_path))
+    steps = [step for each in (folder, in_memory) if each is not None for step in CheckpointStore(each).steps()]
+    if not (is_elsewhere or steps or kept_driver.restarts):
         model = Path(config.checkpoint.export_path or path / "model")
         further = f", or from its model (actor.model={model})" if (model / "config.json").is_file() else ""
         raise UserError(

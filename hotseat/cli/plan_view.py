@@ -17,7 +17,7 @@ from rich.text import Text
 
 from hotseat.config import Config
 from hotseat.placement.inventory import Inventory, format_ranges, format_ranks, ranges
-from hotseat.placement.memory_terms import FITS_BELOW, UNSHARDED_GRADIENTS, total
+from hotseat.placement.memory_terms import FITS_BELOW, SNAPSHOTS, UNSHARDED_GRADIENTS, total
 from hotseat.placement.plan_types import DeviceGroup, GroupStep, Plan, PlannedRole, Route
 from hotseat.placement.residency import HandOver, Holding
 from hotseat.placement.role_names import Part
@@ -302,8 +302,10 @@ def _routes(plan: Plan) -> Table:
 
 
 def _hosts(plan: Plan) -> Table:
-    table = _table("nodes", "processes", "offloaded between phases", "always on the host", "total", "")
-    for host in plan.hosts:
+    snapshots = [sum(term.gib for term in host.terms if term.name == SNAPSHOTS) for host in plan.hosts]
+    also = [SNAPSHOTS] if any(snapshots) else []
+    table = _table("nodes", "processes", "offloaded between phases", *also, "always on the host", "total", "")
+    for host, gib in zip(plan.hosts, snapshots, strict=True):
         process = sum(term.gib for term in host.terms if term.name == "process")
         offloaded = sum(term.gib for term in host.terms if "offloaded (pinned)" in term.name)
         total = f"{host.used_gib:.0f} GiB" + (f" of {host.memory_gib:.0f}" if host.memory_gib else "")
@@ -312,7 +314,8 @@ def _hosts(plan: Plan) -> Table:
             format_ranges(host.nodes),
             f"{process:.0f} GiB",
             f"{offloaded:.0f} GiB",
-            f"{host.used_gib - process - offloaded:.0f} GiB",
+            *(f"{gib:.0f} GiB" for _ in also),
+            f"{host.used_gib - process - offloaded - gib:.0f} GiB",
             total,
             verdict,
         )

@@ -9,8 +9,10 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from hotseat.cli.ending import REFUSED
@@ -44,11 +46,22 @@ def keep(argv: Sequence[str]) -> list[str]:
     Returns in the forked drivers alone, with the arguments of each. In the process that the user started it never
     returns: it raises `SystemExit` once no further driver is to be started.
     """
-    keeper, book, arguments = DriverKeeper(), RestartBook(), list(argv)
+    with closing(DriverKeeper(_prepare)) as keeper:
+        return _keep(keeper, list(argv))
+
+
+def _prepare(facts: Mapping[str, Any]) -> Callable[[], object]:
+    from hotseat.loop.start import prepare_driver
+
+    return prepare_driver(Path(facts["run"]))
+
+
+def _keep(keeper: DriverKeeper, arguments: Sequence[str]) -> list[str]:
+    book = RestartBook()
     while True:
-        end = keeper.run(tuple(book.restarts))
+        end = keeper.run(book.restarts, arguments)
         if end is None:
-            return arguments
+            return keeper.arguments
         verdict = judge(end, is_restart=bool(book.restarts))
         book.note(end.facts)
         if verdict.kind != "death" or keeper.stopped_by is not None:

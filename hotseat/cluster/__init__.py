@@ -3,7 +3,7 @@
 from hotseat.cluster.cluster import Cluster
 from hotseat.cluster.group import Calling, Pending, WorkerGroup, reports_death
 from hotseat.cluster.lease import DeviceMemory, Holder, Leases
-from hotseat.cluster.on_ray.template import Template, started_template
+from hotseat.cluster.on_ray.template import Template, start_ahead, started_template
 from hotseat.cluster.refs import Ref, as_arguments
 from hotseat.placement.locate import Process
 from hotseat.processes.supervisor import in_worker_process
@@ -22,5 +22,6 @@ __all__ = [
     "as_arguments",
     "in_worker_process",
     "reports_death",
+    "start_ahead",
     "started_template",
 ]

@@ -395,6 +395,7 @@ SAVES = Condition(
     "checkpoint.every is not set, so no checkpoint is made",
 )
 SAVES_OR_RESUMES = Condition("checkpoints are made or resumed from", lambda c: c.checkpoint.is_used, SAVES.because)
+SNAPSHOTS = _is_set("memory_every", ", so no memory snapshot is made")
 PUSHED = _is_set("push_to_hub", ", so nothing is pushed")
 RESUMES = _is("resume", True, because="{key} is false, so the run starts anew")
 SERVED = _is_set("port", ", so nothing is served")

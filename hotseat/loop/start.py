@@ -6,10 +6,11 @@ Meanwhile a process called the template loads the libraries of workers, which ar
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -18,15 +19,19 @@ from hotseat import interrupts
 from hotseat.caches import keep_compiled
 from hotseat.checks.agent_trial import agent_trial
 from hotseat.checks.pipeline import check_config, check_user_code
-from hotseat.cluster import started_template
+from hotseat.closing import on_failure
+from hotseat.cluster import start_ahead, started_template
 from hotseat.cluster.environment import COPIES
 from hotseat.config import Config
 from hotseat.loop.steering import Steering
 from hotseat.model_source import NUMERIC
 from hotseat.observe import LiveView
 from hotseat.observe.noise import without_deepspeeds_greeting
-from hotseat.openmp import thread_env
+from hotseat.openmp import thread_env, wait_passively
+from hotseat.processes import kept_driver
 from hotseat.registry.backends import backend_entry
+
+_RL_MODULES = ("hotseat.loop.rl.auto_placement", "hotseat.loop.rl.assemble", "hotseat.loop.rl.launch")
 
 
 def start(config: Config, launched: bool = False, steering: Steering | None = None) -> dict[str, float]:
@@ -39,8 +44,15 @@ def start(config: Config, launched: bool = False, steering: Steering | None = No
         check_config(config)
         keep_compiled()
         shown = None if steering is None else steering.view(config.task)
-        with shown or make_view(config, launched) as view, agent_trial(config) as trial:
-            notes = [*check_job_directory(config, Path.cwd()), *check_user_code(config, view.stage)]
+        # The user's code has passed its trial when the first driver of the command began.
+        is_again = bool(kept_driver.restarts)
+        with (
+            shown or make_view(config, launched) as view,
+            nullcontext() if is_again else agent_trial(config) as trial,
+        ):
+            notes = check_job_directory(config, Path.cwd())
+            if not is_again:
+                notes += check_user_code(config, view.stage)
             view.stage("loading torch and transformers")
             has_workers = not launched and not config.cluster.is_in_process
             env = thread_env(config.cluster.threads_per_process)
@@ -54,6 +66,25 @@ def start(config: Config, launched: bool = False, steering: Steering | None = No
                     view.stage(f"loading {config.agent.path} once, to see that it works")
                     notes += trial.notes()
                 return run.start(config, launched, view, notes, template, steering=steering)
+
+
+def prepare_driver(run_dir: Path) -> Callable[[], object]:
+    """Load what the next driver of a run needs, and start its template, before it begins; return what ends that."""
+    from hotseat.loop.state.run_dir import kept_config
+
+    config = kept_config(run_dir)
+    assert config is not None
+    wait_passively()
+    keep_compiled()
+    modules = ["hotseat.cli.main", "hotseat.loop.run", *(_RL_MODULES if config.has_rollouts else ())]
+    end: Callable[[], object] = str
+    if not config.cluster.is_in_process:
+        modules.append("ray")
+        end = start_ahead(worker_modules(config), thread_env(config.cluster.threads_per_process))
+    with on_failure(end), without_deepspeeds_greeting(), without_collector():
+        for module in modules:
+            importlib.import_module(module)
+    return end
 
 
 @contextmanager

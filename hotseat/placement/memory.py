@@ -110,6 +110,8 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     host = [process_on_host(role)]
     if memory.has_average:
         host.append(share("moving average (pinned)", FP32, optimizer_cut, Part.WEIGHTS))
+    if memory.has_snapshots:
+        host.append(_snapshots(role, memory, model, trained, optimizer_cut))
     parts = {Part.WEIGHTS: tuple(weights), Part.GRADIENTS: (gradients,), Part.OPTIMIZER: tuple(state)}
     if memory.optimizer_offload:
         host += [replace(term, name=f"{term.name} (pinned)") for term in state]
@@ -145,6 +147,15 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     if memory.sends_weights and layout.has_device:
         fixed += (weight_blocks(role, model, memory.compute_bytes, is_sending=True),)
     return RoleMemory(fixed, parts, working, tuple(host))
+
+
+def _snapshots(role: str, memory: TrainMemory, model: ModelShape, trained: Amount, cut: int) -> Term:
+    """Return the host memory of two snapshots of what a rank trains: weights, optimizer state and moving average."""
+    size = memory.weight_bytes + FP32 * memory.has_average
+    weights = byte_term(role, "weights", (trained * num_bytes(size)).over(cut, "ranks"))
+    once = (weights, *_optimizer_state(role, memory, model, trained, cut))
+    formula = " + ".join(term.formula for term in once)
+    return Term(role, assumed.SNAPSHOTS, 2 * total(once), f"2 x ({formula})")
 
 
 def _of_teacher(role: str, memory: TrainMemory) -> list[Term]:

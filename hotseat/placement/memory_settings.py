@@ -45,6 +45,7 @@ class TrainMemory:
     image_share: float = 0.0  # most of a sequence's tokens that may stand for images
     has_frozen_encoder: bool = False  # the visual encoder is not trained
     teacher_token_bytes: int = 0  # of what a teacher says of the distribution of one token; 0: it says nothing
+    has_snapshots: bool = False  # copies of the state are kept in host memory, to restart from
     teacher_head: int = 0  # parameters of its head, which is there during an update; 0: only likely tokens are compared
 
     def num_trained(self, model: ModelShape) -> int:

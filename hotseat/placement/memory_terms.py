@@ -48,6 +48,7 @@ FITS_BELOW = 0.9  # share of a device's memory up to which the verdict is "fits"
 # ----------------------------------------------------------------------------------------------------------------------
 
 ENCODER = "visual encoder"  # in the names of terms
+SNAPSHOTS = "memory snapshots"  # the last one, and the next while it is written
 UNSHARDED_GRADIENTS = "unsharded fp32 gradients, until the last micro-batch"
 
 Activity = Literal["forward", "train", "generate", "simulate", "push", "receive"]

@@ -19,7 +19,7 @@ from hotseat.placement.flow import Flow, Overlap, check_runs, default_flow, pars
 from hotseat.placement.inventory import UNKNOWN_KIND, DeviceKind, Inventory, Node, NodePool, parse_node_ranks
 from hotseat.placement.memory import token_activation_bytes, useful_cache_gib
 from hotseat.placement.memory_settings import EngineMemory, Layout, TrainMemory
-from hotseat.placement.memory_terms import GIB
+from hotseat.placement.memory_terms import GIB, SNAPSHOTS
 from hotseat.placement.plan import plan
 from hotseat.placement.plan_types import Plan, RoleSpec
 from hotseat.placement.role_names import Part
@@ -255,7 +255,7 @@ def inventory_of(cluster: Any) -> Inventory:
 
 
 def host_needs(config: Config, made: Plan) -> dict[str, float]:
-    """Return the GiB of weights, gradients and optimizer state that each role holds where everything is on the host.
+    """Return the GiB of weights, gradients, optimizer state and their snapshots that each role holds on the host.
 
     Roles whose models are not described count nothing.
     """
@@ -269,7 +269,11 @@ def host_needs(config: Config, made: Plan) -> dict[str, float]:
             () if memory is None else (*memory.host, *chain(*memory.parts.values()), *memory.working.get("train", ()))
         )
         # FSDP's gradients are no part: they exist only during an update, when all the rest is there as well.
-        held = [term for term in terms if term.part in TRAINED_PARTS or term.name.partition(",")[0] == "gradients"]
+        held = [
+            term
+            for term in terms
+            if term.part in TRAINED_PARTS or term.name == SNAPSHOTS or term.name.partition(",")[0] == "gradients"
+        ]
         needs[role.name] = num_processes * sum(term.gib for term in held)
     return needs
 

@@ -224,6 +224,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         has_average=train.ema.enabled and role == "actor",
         image_share=_image_share(config),
         has_frozen_encoder=train.freeze_visual_encoder,
+        has_snapshots=config.checkpoint.memory_every is not None,
         teacher_token_bytes=token_bytes,
         teacher_head=teacher_head,
     )

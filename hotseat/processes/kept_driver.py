@@ -5,6 +5,7 @@ what a terminal, `timeout` or a scheduler sends to the command's group reaches t
 once. If the parent dies, so does the driver. If the driver wants the terminal, as a debugger does, it gets it.
 
 The driver tells its parent facts, as lines of JSON through a pipe, with `tell`. Without a parent that does nothing.
+With the fact `standby` it asks for another process that prepares itself and waits, to be the driver if this one dies.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from hotseat.processes.child import die_with
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 _MAX_TEXT = 800  # of a fact: a line must fit into what a pipe takes at once
 _LOOK_EVERY_S = 1.0
+_STANDBY_END_S = 5.0
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -45,6 +47,18 @@ class DriverEnd:
     facts: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class _Child:
+    """A driver, or a process that waits to be the next one.
+
+    told: end of a pipe from which its facts are read. start: end of a pipe that tells a standby to begin.
+    """
+
+    pid: int
+    told: int
+    start: int | None
+
+
 # --- the side of the driver -------------------------------------------------------------------------------------------
 
 _pipe: int | None = None  # to the parent
@@ -52,9 +66,14 @@ _driver = 0  # the process that may write there: not one that it forks
 restarts: tuple[Restart, ...] = ()  # those of this command, in a driver that was started again
 
 
+def is_kept() -> bool:
+    """Tell whether this process is a driver that has a parent."""
+    return _pipe is not None and os.getpid() == _driver
+
+
 def tell(**facts: Any) -> None:
     """Tell the parent facts about this driver. Strings may be cut."""
-    if _pipe is None or os.getpid() != _driver:
+    if _pipe is None or not is_kept():
         return
     short = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()}
     with contextlib.suppress(OSError):  # it is stopped, and the pipe is full
@@ -64,14 +83,22 @@ def tell(**facts: Any) -> None:
 # --- the side of the parent -------------------------------------------------------------------------------------------
 
 
+Prepare = Callable[[Mapping[str, Any]], Callable[[], object]]
+
+
 class DriverKeeper:
     """Starts drivers one after another, in the main thread of a process that does nothing else.
 
-    stopped_by: the last signal that asked the command to end.
+    prepare: called in a standby with the facts of the driver; returns what is called if the standby is not needed.
+    stopped_by: the last signal that asked the command to end. arguments: those of the driver, in a driver.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Prepare = lambda facts: lambda: None) -> None:
         self.stopped_by: signal.Signals | None = None
+        self.arguments: list[str] = []
+        self._prepare = prepare
+        self._standby: _Child | None = None
+        self._pid = os.getpid()
         self._facts: dict[str, Any] = {}
         self._unread = b""
         self._terminal = _terminal()
@@ -84,10 +111,74 @@ class DriverKeeper:
         # What a shell starts in its background ignores Ctrl-C, and so does the driver.
         self._watched = [number for number in watched if self._before[number] is not signal.SIG_IGN]
 
-    def run(self, made: tuple[Restart, ...] = ()) -> DriverEnd | None:
-        """Fork a driver, and wait for its end. Returns None in the driver. made: the restarts before."""
-        global _pipe, _driver, restarts
+    def run(self, made: Sequence[Restart] = (), arguments: Sequence[str] = ()) -> DriverEnd | None:
+        """Start a driver, and wait for its end. Returns None in the driver. made: the restarts before."""
+        driver = self._started_standby(made, arguments) or self._fork()
+        if driver is None:
+            self._become_driver(made, arguments)
+            return None
+        has_asked = False
+        while (code := self._wait(driver, may_ask=not has_asked)) is None:
+            has_asked = True
+            self._standby = self._fork(driver)
+            if self._standby is None:
+                return None
+        facts, self._facts, self._unread = self._facts, {}, b""
+        return DriverEnd(code, facts)
+
+    def close(self) -> None:
+        """End the standby, if this process has one."""
+        standby, self._standby = self._standby, None
+        if standby is None or os.getpid() != self._pid:
+            return
+        assert standby.start is not None
+        os.close(standby.start)  # it ends what it has started, and itself
+        until_s = time.monotonic() + _STANDBY_END_S
+        with contextlib.suppress(OSError):
+            while os.waitpid(standby.pid, os.WNOHANG)[0] == 0:
+                if time.monotonic() > until_s:
+                    os.kill(standby.pid, signal.SIGKILL)
+                time.sleep(0.01)
+
+    def _become_driver(self, made: Sequence[Restart], arguments: Sequence[str]) -> None:
+        global restarts
+        restarts, self.arguments = tuple(made), list(arguments)
+
+    def _started_standby(self, made: Sequence[Restart], arguments: Sequence[str]) -> _Child | None:
+        """Have the standby be the driver; None if there is none."""
+        standby, self._standby = self._standby, None
+        if standby is None:
+            return None
+        assert standby.start is not None
+        order = {"made": [[each.time_s, each.text] for each in made], "arguments": list(arguments)}
+        try:
+            os.write(standby.start, (json.dumps(order) + "\n").encode())
+            return standby if os.waitpid(standby.pid, os.WNOHANG)[0] == 0 else None
+        except OSError:
+            return None  # it has ended, perhaps for want of memory
+        finally:
+            os.close(standby.start)
+
+    def _stand_by(self, start: int, facts: Mapping[str, Any]) -> None:
+        """Prepare this process, and return once it is to be the driver. Otherwise it ends with its parent."""
+        line = ""
+        try:
+            discard = self._prepare(facts)
+            with os.fdopen(start) as lines:
+                line = lines.readline()
+            if not line:
+                discard()
+        finally:
+            if not line:
+                os._exit(0)  # the next driver is made without it
+        order = json.loads(line)
+        self._become_driver([Restart(*each) for each in order["made"]], order["arguments"])
+
+    def _fork(self, driver: _Child | None = None) -> _Child | None:
+        """Fork a driver, or the standby of one. Returns None in the child; in a standby once it is to be the driver."""
+        global _pipe, _driver
         reading_end, writing_end = os.pipe()
+        waiting_end, starting_end = (None, None) if driver is None else os.pipe()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         # A signal that comes meanwhile reaches the parent, which then knows whom to pass it on to.
@@ -103,26 +194,24 @@ class DriverKeeper:
             signal.set_wakeup_fd(-1)
             for number in self._watched:
                 signal.signal(number, self._before[number])
-            for end in (reading_end, self._woken, self._wake, self._terminal):
+            told = None if driver is None else driver.told
+            for end in (told, reading_end, starting_end, self._woken, self._wake, self._terminal):
                 if end is not None:
                     os.close(end)
             os.set_blocking(writing_end, False)
-            _pipe, _driver, restarts = writing_end, os.getpid(), made
+            _pipe, _driver = writing_end, os.getpid()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self._watched)
+            if waiting_end is not None:
+                self._stand_by(waiting_end, self._facts)
             return None
         with contextlib.suppress(OSError):  # it has done so itself, or has ended
             os.setpgid(pid, pid)
         os.close(writing_end)
+        if waiting_end is not None:
+            os.close(waiting_end)
         os.set_blocking(reading_end, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._watched)
-        try:
-            code = self._wait(pid, reading_end)
-        finally:
-            self._take_terminal(pid)
-            self._read(reading_end)
-            os.close(reading_end)
-        facts, self._facts, self._unread = self._facts, {}, b""
-        return DriverEnd(code, facts)
+        return _Child(pid, reading_end, starting_end)
 
     def pause(self, seconds: float) -> bool:
         """Wait, while no driver runs; return whether a signal asked the command to end."""
@@ -138,8 +227,12 @@ class DriverKeeper:
                 return self.stopped_by is not None
             select.select([self._woken], [], [], left_s)
 
-    def _wait(self, pid: int, told: int) -> int:
+    def _wait(self, driver: _Child, *, may_ask: bool) -> int | None:
+        """Wait for the end of a driver, and return its code; None, if it `may_ask`, as soon as it wants a standby."""
+        pid, told = driver.pid, driver.told
         while True:
+            if may_ask and self._facts.get("standby"):
+                return None
             select.select([self._woken, told], [], [], _LOOK_EVERY_S)
             self._read(told)
             for number in self._signals():
@@ -160,7 +253,19 @@ class DriverKeeper:
                 if ended == pid and os.WIFSTOPPED(status):
                     self._let_continue(pid, os.WSTOPSIG(status))
                 elif ended == pid:
+                    self._take_terminal(pid)
+                    self._read(told)
+                    os.close(told)
                     return os.waitstatus_to_exitcode(status)
+                elif self._standby is not None and ended == self._standby.pid and not os.WIFSTOPPED(status):
+                    self._forget_standby()
+
+    def _forget_standby(self) -> None:
+        """Have no standby any more: it has ended."""
+        standby, self._standby = self._standby, None
+        for end in () if standby is None else (standby.told, standby.start):
+            if end is not None:
+                os.close(end)
 
     def _signals(self) -> bytes:
         try:

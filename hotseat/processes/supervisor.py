@@ -304,6 +304,7 @@ class Remains(TypedDict, total=False):
     """Remains of a process, to clean up after it.
 
     mark: variable and value of its processes. groups: folder and pattern of control groups. containers: engine, label.
+    kept: file, its content and seconds: nothing is cleaned up for so long, nor at all once the file has other content.
     """
 
     mark: tuple[str, str]
@@ -311,6 +312,7 @@ class Remains(TypedDict, total=False):
     folders: list[str]
     groups: tuple[str, str] | None
     containers: tuple[str, str] | None
+    kept: tuple[str, str, float]
 
 
 def clean_up(task: Remains) -> None:
@@ -380,7 +382,7 @@ def _supervise(pid: int, task: Remains) -> None:
     except OSError:
         handle = None
     if handle is None or os.getppid() != pid:  # it ended before we could look
-        clean_up(task)
+        _clean_up_if_nobody_continues(task)
         return
     with contextlib.suppress(BrokenPipeError):  # it ends now, or did not wait
         os.write(1, b"+")
@@ -393,8 +395,21 @@ def _supervise(pid: int, task: Remains) -> None:
                 return
             watched.remove(0)  # closed without a word: a fork may hold the pipe, so only the handle decides
         if handle in readable:
-            clean_up(task)
+            _clean_up_if_nobody_continues(task)
             return
+
+
+def _clean_up_if_nobody_continues(task: Remains) -> None:
+    file, content, seconds = task.get("kept", ("", "", 0.0))
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        try:
+            if Path(file).read_text() != content:
+                return
+        except OSError:
+            return  # another process has removed it
+        time.sleep(1.0)
+    clean_up(task)
 
 
 if __name__ == "__main__":

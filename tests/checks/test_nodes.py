@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hotseat.checks.nodes import NodesContext, alike, roles_by_node
+from hotseat.checks.nodes import NodesContext, alike, memory_snapshots, roles_by_node
 from hotseat.checks.pipeline import NODES
 from hotseat.checks.stage import run_checks
 from hotseat.cluster.node_facts import node_facts
@@ -65,6 +65,23 @@ def test_a_run_on_the_drivers_node_asks_nobody(folder):
     config = loads((CONFIG % "0").replace('rollout: "0-1"', 'rollout: "0"'))
     assert list(alike(replace(context, config=config, plan=make_plan(config, "2x1")))) == []
     assert asked == []
+
+
+def test_memory_snapshots_need_all_that_train_on_the_drivers_node(folder):
+    def problems(actor: str, home: int = 0) -> list[str]:
+        context, _ = context_of(folder, actor=actor)
+        section = context.config.checkpoint.model_copy(update={"memory_every": 1})
+        config = context.config.model_copy(update={"checkpoint": section})
+        plan = make_plan(loads(CONFIG % actor), "2x1")
+        return [str(problem) for problem in memory_snapshots(replace(context, config=config, plan=plan, home=home))]
+
+    assert problems("0") == []
+    [problem] = problems("0-1")
+    assert problem.startswith(
+        "checkpoint.memory_every: actor or critic have ranks on node 1, and the driver is on node 0: memory snapshots"
+    )
+    assert len(problems("0", home=1)) == 1
+    assert list(memory_snapshots(context_of(folder)[0])) == []
 
 
 def test_files_that_another_node_lacks_are_named(folder):

@@ -20,7 +20,7 @@ from hotseat.agents.loading_trial import problem_of, undefined_names
 from hotseat.checks.agent_trial import agent_trial
 from hotseat.checks.named_files import model_problem
 from hotseat.checks.pipeline import check_config
-from hotseat.checks.plans import engine_memory, host_memory, loading_memory
+from hotseat.checks.plans import engine_memory, host_memory, loading_memory, memory_snapshots
 from hotseat.checks.stage import DeviceContext, PlanContext
 from hotseat.checks.weight_files import INDEX, SINGLE, loaded_bytes
 from hotseat.config import loads
@@ -281,6 +281,28 @@ def test_a_run_on_cpus_that_needs_more_memory_than_there_is_is_refused(task):
     [problem] = host_memory(context, available=needed - 1)
     found = r"actor\.model: weights, gradients and optimizer state take .* on CPUs \(.*\), and"
     assert re.match(found, str(problem))
+
+
+def test_memory_snapshots_that_have_no_place_or_no_room_are_refused(task, tmp_path):
+    def problems(*overrides: str, free: int) -> list[str]:
+        config = loads(sft_yaml(task), ["train.dtype=fp32", *overrides])
+        context = PlanContext(config=config, plan=make_plan(config, Inventory.parse("1x1x24G")))
+        return [str(problem) for problem in memory_snapshots(context, free=free)]
+
+    asked = "checkpoint.every=2", "checkpoint.memory_every=1", f"checkpoint.memory_path={tmp_path}"
+    with safe_open(task / "model" / SINGLE, "np") as stored:
+        num_parameters = sum(stored.get_tensor(name).size for name in stored.keys())  # noqa: SIM118
+    needed = 2 * 12 * num_parameters  # two snapshots of weight and two moments, each in fp32
+    assert problems(*asked, free=needed) == []
+    [problem] = problems(*asked, free=needed - 1)
+    assert problem.startswith(
+        "checkpoint.memory_every: the last memory snapshot and the one that is being written take"
+        f" {needed:,} bytes in {tmp_path}, and {needed - 1:,} are free: make it larger"
+    )
+    assert problems(*asked, "checkpoint.resume=true", free=needed // 2) == []
+    assert problems("checkpoint.every=2", free=0) == []
+    [problem] = problems(*asked[:2], f"checkpoint.memory_path={tmp_path}/none", free=0)
+    assert f"checkpoint.memory_path: {tmp_path}/none is no folder that can be written" in problem
 
 
 def test_ranks_that_load_a_model_together_need_host_memory_for_all_of_them(tmp_path):

@@ -189,6 +189,16 @@ def test_adapters_counted_by_hand():
         assert in_bytes(plain.host)["moving average (pinned)"] == 340
 
 
+def test_two_snapshots_of_all_that_is_trained_lie_on_the_host():
+    def snapshots(**settings) -> float:
+        return in_bytes(train(has_snapshots=True, **settings).host)[assumed.SNAPSHOTS]
+
+    # Of 340 parameters on 4 ranks: fp32 weights and two moments; adapters alone, with their average.
+    assert snapshots(weight_bytes=4, master_bytes=0) == 2 * 12 * 340 / 4
+    assert snapshots(adapter_rank=3, weight_bytes=4, master_bytes=0, has_average=True) == 2 * 16 * 348 / 4
+    assert assumed.SNAPSHOTS not in in_bytes(train().host)
+
+
 def test_experts_get_no_adapters():
     mixture = ModelShape(2, 4, 6, 2, 1, 2, 10, num_experts=4, experts_per_token=2, shared_expert_size=5)
     # Attention as above; of the MLPs, only the expert that all tokens take: 3 x (4 + 5).

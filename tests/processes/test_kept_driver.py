@@ -229,3 +229,73 @@ def test_the_parent_imports_nothing_heavy():
     code = f"import sys, hotseat.cli.restarts; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# The first driver asks for a standby and dies; the second says what it is, and asks for one that is not needed.
+STANDBY = """
+import os, signal, sys, time
+from hotseat.processes import kept_driver
+from hotseat.processes.kept_driver import DriverKeeper, Restart, tell
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+def prepare(facts):
+    say("prepares", os.getpid(), facts["run"])
+    if facts["run"] == sys.argv[1]:
+        raise MemoryError
+    say("prepared")
+    return lambda: say("discarded", os.getpid())
+
+keeper = DriverKeeper(prepare)
+say("parent", os.getpid())
+for made in ([], [Restart(1.5, "it died")]):
+    end = keeper.run(made, ["a", str(len(made))])
+    if end is None:
+        say("driver", os.getpid(), *keeper.arguments, len(kept_driver.restarts))
+        tell(run=keeper.arguments[1], standby=True)
+        sys.stdin.readline()
+        os.kill(os.getpid(), signal.SIGKILL)
+    say("end", end.code, end.facts["run"])
+keeper.close()
+say("closed")
+"""
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_standby_is_the_next_driver_unless_it_has_died(is_broken):
+    command = [sys.executable, "-c", STANDBY, "0" if is_broken else "none"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    lines = []
+
+    def until(word: str) -> list[str]:
+        while not lines or lines[-1][0] != word:
+            lines.append(process.stdout.readline().split() or [word])
+        return lines[-1]
+
+    first = until("driver")
+    assert first[2:] == ["a", "0", "0"]
+    standby = until("prepares")
+    assert standby[2] == "0"
+    if is_broken:
+        assert wait_for(lambda: process_state(int(standby[1])) == "gone", 60)
+    else:
+        until("prepared")
+    process.stdin.write("\n")
+    process.stdin.flush()
+    second = until("driver")
+    assert (second[1] == standby[1]) != is_broken
+    assert second[2:] == ["a", "1", "1"]
+    spare = until("prepares")
+    until("prepared")
+    assert spare[1:] == [spare[1], "1"]
+    process.stdin.write("\n")
+    process.stdin.flush()
+    until("closed")
+    assert process.wait(60) == 0
+    ends = [line[1:] for line in lines if line[0] == "end"]
+    assert ends == [["-9", "0"], ["-9", "1"]]
+    assert ["discarded", spare[1]] in lines
+    assert process_state(int(spare[1])) == "gone"

@@ -25,7 +25,10 @@ def restarts(run: Faulty) -> list[tuple[str, int]]:
 
 
 def test_ranks_that_are_killed_or_stopped_at_any_moment_are_restarted_together(tmp_path):
-    """Scenarios 8 and 9: in an update, in a push, while a checkpoint is written, and stopped in an update."""
+    """Scenarios 8 and 9: in an update, in a push, while a checkpoint is written, and stopped in an update.
+
+    Deaths are noticed within 5 s, and a rank that is stopped after `silence_timeout_s`.
+    """
     task = make_faulty_task(tmp_path)
     with Faulty(task, num_passes=3, placement=TWO_RANKS) as calm:  # sums of two ranks differ from those of one
         code, _, errors = calm.go()
@@ -48,6 +51,10 @@ def test_ranks_that_are_killed_or_stopped_at_any_moment_are_restarted_together(t
         assert restarts(run) == [("actor (2 ranks)", step) for step in (1, 2, 3, 5)], out
         assert "was ended during 'update': it was stopped for 4 s" in out
         assert run.is_gone(within_s=60)
+        events = [line["time"] for line in read_lines(run.run_dir / "events.jsonl") if line["kind"] == "restart"]
+        noticed_s = [event - moment for event, moment in zip(events, run.moments(), strict=True)]
+        assert min(noticed_s[:3]) < 5  # of three, since other work on the machine may hold one up
+        assert 4 <= noticed_s[3] < 4 + 15  # the stopped one: `silence_timeout_s`, and what its end takes
     lines = read_lines(run.run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(7))
     assert (lines[-1]["group_restarts"], lines[-1]["engine_restarts"]) == (4, 0)

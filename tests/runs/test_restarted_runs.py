@@ -1,5 +1,6 @@
 """`hotseat run` and `hotseat resume` start their driver again when it dies, and only then."""
 
+import json
 import os
 import signal
 import sys
@@ -186,3 +187,19 @@ def test_a_trainer_that_dies_on_ray_is_a_death_and_the_run_goes_on(task):
     with Command(task, "run", str(config), "name=calm") as calm:
         assert calm.finish()[0] == 0
     assert differences(task / "runs" / "calm", task / "runs" / "run") == []
+
+
+@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.long])])
+def test_a_standby_is_the_next_driver_and_none_is_left(task, runtime):
+    """Scenario 12: with what it has loaded meanwhile; no bit changes, and the last one ends with the command."""
+    config = write_config(task, run="{standby: true}", cluster=f"{{runtime: {runtime}}}")
+    with Command(task, "run", str(config), faults=[Fault("update.before", "600", skip=2)]) as command:
+        children = Path(f"/proc/{command.process.pid}/task/{command.process.pid}/children")
+        assert wait_for(lambda: command.all_happened() and len(children.read_text().split()) == 2, 300)
+        driver, standby = (int(word) for word in children.read_text().split())
+        os.kill(driver, signal.SIGKILL)
+        code, _, errors = command.finish()
+        assert code == 0, errors[-3000:]
+        assert json.loads((task / "runs" / "run" / "heartbeat.json").read_text())["pid"] == standby
+        assert wait_for(lambda: not marked(MARK, [command.mark]), 60)
+    assert differences(undisturbed(task), task / "runs" / "run") == []

@@ -26,7 +26,7 @@ from hotseat.cluster.on_ray.template import Template
 from hotseat.cluster.runtime import ClusterNode
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
-from hotseat.processes import supervisor
+from hotseat.processes import kept_driver, supervisor
 
 _NO_HANDLER = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"  # of a process that connects to Ray
 
@@ -104,9 +104,13 @@ class RayConnection:
         self._restore_env()
 
     def forget(self) -> None:
-        """Close the connection to a cluster that is gone."""
-        with contextlib.suppress(Exception):
-            self.ray.shutdown()
+        """Close the connection to a cluster that is gone.
+
+        Ray's library waits 5 s for it. A driver that is to be started again ends next, and need not close anything.
+        """
+        if not kept_driver.is_kept():
+            with contextlib.suppress(Exception):
+                self.ray.shutdown()
         self._restore_env()
 
     def _start_own(self, resources: Mapping[str, int | None]) -> None:

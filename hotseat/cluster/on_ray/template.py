@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hotseat.closing import on_failure
 from hotseat.cluster.on_ray import forked, template_process
@@ -91,6 +91,28 @@ def can_fork() -> bool:
     return not os.environ.get("RAY_ADDRESS")
 
 
+_ahead: tuple[Sequence[str], Mapping[str, str], Template] | None = None  # started before it was asked for
+
+
+def start_ahead(modules: Sequence[str], env: Mapping[str, str]) -> Callable[[], object]:
+    """Start the template that `started_template` will be asked for with these arguments; return what ends it."""
+    global _ahead
+    if not can_fork():
+        return lambda: None
+    template = Template(modules, env)
+    _ahead = modules, env, template
+    return template.close
+
+
+def _taken_ahead(modules: Sequence[str], env: Mapping[str, str]) -> Template | None:
+    global _ahead
+    ahead, _ahead = _ahead, None
+    if ahead is None or ahead[:2] == (modules, env):
+        return None if ahead is None else ahead[2]
+    ahead[2].close()  # the config has changed
+    return None
+
+
 @contextlib.contextmanager
 def started_template(
     modules: Sequence[str],
@@ -104,7 +126,7 @@ def started_template(
     if not is_useful or not can_fork():
         yield None
         return
-    template = Template(modules, env)
+    template = _taken_ahead(modules, env) or Template(modules, env)
     try:
         yield template
     finally:

@@ -15,6 +15,8 @@ DEFAULT_MINUTES = 10.0  # between checkpoints, where the config does not say whe
 class RunConfig(Section):
     max_restarts: NotNegative = 3
     """Restarts without a new checkpoint, of a model's processes or of the run, after which it is given up; 0: none."""
+    standby: bool = False
+    """Have the next driver load its libraries ahead, in case this one dies; takes about 1 GiB of host memory."""
 
 
 class CheckpointConfig(Section):
@@ -28,6 +30,10 @@ class CheckpointConfig(Section):
     """Checkpoints kept, besides the best."""
     keep_final: Annotated[bool, when.SAVES_OR_RESUMES] = True
     """Make and keep a checkpoint of the last step, to extend the run; false deletes all that hold no exported model."""
+    memory_every: Annotated[Positive | None, when.SAVES] = None
+    """Steps between memory snapshots, from which what died continues; unset: from the newest checkpoint on disk."""
+    memory_path: Annotated[str, when.SNAPSHOTS] = "/dev/shm"
+    """Folder on a tmpfs, or on a fast disk of the driver's machine, for memory snapshots."""
     max_gib: Annotated[AboveZero | None, when.SAVES_OR_RESUMES] = None
     """Disk space all checkpoints may take; unset is no bound."""
     resume: bool = False

@@ -44,7 +44,6 @@ _PATIENCE_S, _LOOK_EVERY_S = 60.0, 0.1  # for files of other nodes to appear: ne
 # For the small files beside the tensors, and for the file system itself.
 _SPARE_BYTES = 16 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_MAKE_ROOM = "Make room, or set checkpoint.path to another disk"
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,15 @@ class CheckpointStore:
 
     keep_last: how many are kept, besides the best by `best_metric`. max_bytes: size of all of them, above which older
     ones are deleted; the newest and the best stay. is_private: the states of checkpoints hold secrets, and only this
-    user may read them. patience_s: how long `commit` waits for the files of other nodes to appear.
+    user may read them. option: that names the directory. patience_s: how long `commit` waits for the files of other
+    nodes to appear.
     """
 
     directory: Path
     keep_last: int = 3
     max_bytes: int | None = None
     is_private: bool = False
+    option: str = "checkpoint.path"
     patience_s: float = _PATIENCE_S
     warn: Callable[[str], object] = field(default=lambda text: print(text, file=sys.stderr), init=False)
     # Steps that are being uploaded, and the lock under which steps are added to them or deleted.
@@ -96,7 +97,7 @@ class CheckpointStore:
             if num_bytes + _SPARE_BYTES > free:
                 raise CheckpointError(
                     f"no room for the checkpoint of step {step} in {self.directory}: it needs"
-                    f" {num_bytes + _SPARE_BYTES:,} bytes, {free:,} are free; {self._earlier()}. {_MAKE_ROOM}"
+                    f" {num_bytes + _SPARE_BYTES:,} bytes, {free:,} are free; {self._earlier()}. {self._make_room}"
                 )
             path.mkdir()
         return path
@@ -143,6 +144,10 @@ class CheckpointStore:
         self._delete_old(step)
         return target
 
+    @property
+    def _make_room(self) -> str:
+        return f"Make room, or set {self.option} to another disk"
+
     def _earlier(self) -> str:
         return "earlier checkpoints are intact" if self.steps() else "there is no earlier checkpoint"
 
@@ -167,7 +172,7 @@ class CheckpointStore:
             yield
         except OSError as error:
             raise kind(
-                f"{self.directory} cannot be written: {error.strerror}; set checkpoint.path to another place"
+                f"{self.directory} cannot be written: {error.strerror}; set {self.option} to another place"
             ) from None
 
     @contextmanager
@@ -191,7 +196,7 @@ class CheckpointStore:
             shutil.rmtree(writing, ignore_errors=True)
             raise CheckpointError(
                 f"no room for the checkpoint of step {step} in {self.directory}: the disk was full after"
-                f" {written:,} bytes, {free:,} are free; {self._earlier()}. {_MAKE_ROOM}"
+                f" {written:,} bytes, {free:,} are free; {self._earlier()}. {self._make_room}"
             ) from error
 
     def clean(self) -> list[str]:

@@ -18,6 +18,7 @@ from hotseat.config.hiding import has_secrets
 from hotseat.errors import CheckpointError, HotseatError, StoreError, UserError
 from hotseat.loop.state.background_save import BackgroundSave
 from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint, shown_bytes
+from hotseat.loop.state.memory_snapshots import memory_snapshots
 from hotseat.loop.state.remote_checkpoints import RemoteCheckpoints
 from hotseat.loop.state.remote_copies import RemoteCopies
 from hotseat.loop.state.run_dir import sole_owner, write_config
@@ -91,6 +92,7 @@ class Saver:
         self._num_steps = num_steps
         self._timeout_s = config.cluster.call_timeout_s
         self._background_save: BackgroundSave | None = None
+        self._is_saving_in_memory = False  # what it saves is a memory snapshot
         self._stood_still_s: float | None = None  # time that saves held up the run since the last `metrics`
         self.changes: list[Change] = []  # since the checkpoint that `find` returned
         self._clock = clock
@@ -98,6 +100,7 @@ class Saver:
         self._cost_s = 0.0  # time for which the last save held up the run
         self._warned_of_room = False
         self._last_made: int | None = None  # the last step that was finished
+        self._has_told_standby = False
         self.phase: Phase = "idle"
         self.is_stopping = False  # the run ends after the current step; a signal sets it, at any moment
         self._stops_unsaved = False  # it does so even if it makes no checkpoints
@@ -108,6 +111,9 @@ class Saver:
             max_bytes=None if section.max_gib is None else int(section.max_gib * 2**30),
             is_private=has_secrets(config),
         )
+        self._memory: CheckpointStore | None = None  # of memory snapshots, once `find` has opened them
+        self._needs_memory = True  # should the run fail now, a resumed one would use its memory snapshot
+        self._warned_of_memory = False
         self._copies: RemoteCopies | None = None
         if section.url is not None:
             remote = RemoteCheckpoints(
@@ -123,6 +129,15 @@ class Saver:
         show: called with how far a download is.
         """
         section = self._config.checkpoint
+        if section.memory_every is not None:
+            self._memory = stack.enter_context(
+                memory_snapshots(
+                    Path(section.memory_path),
+                    self._run_dir,
+                    is_resumed=section.resume,
+                    is_needed=lambda: self._needs_memory,
+                )
+            )
         is_named = section.is_asked_for or section.resume or section.path is not None
         if not is_named and not self._store.directory.exists():
             return None  # by default the folder is made with the first checkpoint
@@ -145,7 +160,7 @@ class Saver:
                     " from them, or checkpoint.path to another place"
                 )
             return None
-        checkpoint = self._store.newest()
+        checkpoint = self._newest(say)
         if checkpoint is None:
             where = "" if self._copies is None else f"{self._copies.url}, as "
             say(f"{where}{self._store.directory} has no checkpoint to resume from: this run starts from its first step")
@@ -164,6 +179,20 @@ class Saver:
         say(f"resuming from {checkpoint.path}, after step {checkpoint.step}")
         tell(saved=checkpoint.step)
         return checkpoint
+
+    def _newest(self, say: Callable[[str], object]) -> Checkpoint | None:
+        """Return the memory snapshot if it is newer than the newest checkpoint on disk, else that; None: there is none.
+
+        A snapshot that is damaged is deleted, since the one on disk is complete.
+        """
+        in_memory = [] if self._memory is None else self._memory.steps()
+        if self._memory is not None and in_memory and in_memory[-1] > max(self._store.steps(), default=0):
+            try:
+                return self._memory.newest()
+            except CheckpointError as error:
+                say(f"warning: {error}; it is deleted, and the newest checkpoint on disk counts")
+                self._memory.delete_all(but_with=MODEL)
+        return self._store.newest()
 
     def uploading(self, say: Say, show: Callable[[str], object]) -> AbstractContextManager[None]:
         """Upload checkpoints to their URL, if they have one, inside the context; see `RemoteCopies.uploading`."""
@@ -246,6 +275,10 @@ class Saver:
         return self._last_made or 0
 
     def made(self, step: int) -> None:
+        """Take note that a step was finished. After the first one, a standby no longer takes time from the start."""
+        if not self._has_told_standby:
+            self._has_told_standby = True
+            tell(standby=self._config.run.standby)
         self._last_made = step
 
     def ending(self, command: str) -> str:
@@ -297,6 +330,7 @@ class Saver:
         if self._background_save is not None and self._background_save.done.done():
             self.wait()
         if not self.is_due(step, is_stopping):
+            self._save_in_memory(step, source, journal)
             return None
         self._store.warn = lambda text: journal.say(text, kind="warning")
         # The last step's, if nobody asked for it, must not cost the model that is exported next.
@@ -317,6 +351,25 @@ class Saver:
         self._cost_s = self._saved_s - started_s
         self._stood_still_s = (self._stood_still_s or 0.0) + self._cost_s
         return path
+
+    def _save_in_memory(self, step: int, source: CheckpointSource, journal: Journal) -> None:
+        """Make a memory snapshot if one is due. A failure does not end the run: the disk is complete."""
+        every = self._config.checkpoint.memory_every
+        if self._memory is None or every is None or step % every != 0:
+            return
+        self._memory.warn = lambda text: journal.say(text, kind="warning")
+        journal.phase("save")
+        started_s = self._clock()
+        try:
+            self.save(step, source, {}, self._memory)
+        except CheckpointError as error:
+            self._warn_of_memory(error)
+        self._stood_still_s = (self._stood_still_s or 0.0) + self._clock() - started_s
+
+    def _warn_of_memory(self, error: CheckpointError) -> None:
+        if self._memory is not None and not self._warned_of_memory:
+            self._memory.warn(f"no memory snapshot is made, but the run continues, and tries again: {error}")
+        self._warned_of_memory = True
 
     def _has_room(self, source: CheckpointSource, journal: Journal) -> bool:
         """Tell whether a checkpoint made by default leaves enough of the disk free; warn once if it does not."""
@@ -341,6 +394,7 @@ class Saver:
 
     def finish(self, say: Callable[[str], object]) -> None:
         """Name the last checkpoint and its size at the end of a run, or delete what `keep_final` does not keep."""
+        self._needs_memory = False
         if not self._config.checkpoint.keep_final:
             if self._copies is not None:
                 self._copies.delete_all(MODEL, say)
@@ -359,7 +413,7 @@ class Saver:
     def stop(self, path: Path, journal: Journal) -> NoReturn:
         """End the run once that checkpoint is complete. Raises `KeyboardInterrupt`."""
         self.wait()
-        self.phase = "stopped"
+        self.phase, self._needs_memory = "stopped", False
         journal.say(f"saved {path}")
         raise KeyboardInterrupt
 
@@ -369,12 +423,22 @@ class Saver:
         figures = {} if self._copies is None else dict(self._copies.metrics())
         return figures if seconds is None else {"time/save": seconds, **figures}
 
-    def save(self, step: int, source: CheckpointSource, evaluation: Mapping[str, float]) -> Path:
-        """Save everything that resuming after `step` needs; return the path at which the checkpoint will be."""
+    def save(
+        self,
+        step: int,
+        source: CheckpointSource,
+        evaluation: Mapping[str, float],
+        store: CheckpointStore | None = None,
+    ) -> Path:
+        """Save everything that resuming after `step` needs; return the path at which the checkpoint will be.
+
+        store: the memory snapshots; None: the checkpoints on disk.
+        """
         self.wait()
-        section = self._config.checkpoint
+        section, is_on_disk, store = self._config.checkpoint, store is None, store or self._store
         faults.reach("save.before")
-        num_bytes = source.num_bytes() if section.save_state else 0
+        saves_state = section.save_state or not is_on_disk
+        num_bytes = source.num_bytes() if saves_state else 0
         is_alone = self.is_ending or step == self._num_steps  # nothing runs beside it
         snapshot = source.snapshot if self._saves_in_background(num_bytes) and not is_alone else None
         state = {
@@ -382,44 +446,46 @@ class Saver:
             "task": self._config.task,
             "config": to_saved(self._config),
             "run": str(self._run_dir.absolute()),
-            "best_metric": _best(section.best_metric, evaluation),
+            "best_metric": _best(section.best_metric, evaluation) if is_on_disk else None,
             **copy.deepcopy(dict(source.state())),  # a copy: the run may change it before it is written
         }
         is_written: Callable[[], bool] | None = None
-        with self._store.writing(step, num_bytes) as path:
-            if section.export_each or not section.save_state:
+        with store.writing(step, num_bytes) as path:
+            if is_on_disk and (section.export_each or not section.save_state):
                 source.export(path / MODEL)
                 folders = [path / MODEL, *([critic_folder(path / MODEL)] if section.export_critic else [])]
                 for folder in folders if self._tokenizer is not None else ():
                     self._tokenizer.save_pretrained(folder)
-            if section.save_state and snapshot is not None:
+            if saves_state and snapshot is not None:
                 is_written = snapshot(path)
-            elif section.save_state:
+            elif saves_state:
                 source.write(path)
-        num_ranks = source.num_ranks if section.save_state else {}
+        num_ranks = source.num_ranks if saves_state else {}
         if is_written is None:
-            return self._commit(step, state, num_ranks)
+            return self._commit(store, step, state, num_ranks)
 
         def ask() -> bool:
-            with self._store.explained(step):
+            with store.explained(step):
                 return is_written()
 
         def commit(when_current: AbstractContextManager[None]) -> None:
-            self._commit(step, state, num_ranks, when_current)
+            self._commit(store, step, state, num_ranks, when_current)
 
         self._background_save = BackgroundSave(step, ask, commit, self._timeout_s)
-        return self._store.path(step)
+        self._is_saving_in_memory = not is_on_disk
+        return store.path(step)
 
     def _commit(
         self,
+        store: CheckpointStore,
         step: int,
         state: Mapping[str, Any],
         num_ranks: Mapping[str, int],
         when_current: AbstractContextManager[None] | None = None,
     ) -> Path:
-        path = self._store.commit(step, state, num_ranks, when_current)
+        path = store.commit(step, state, num_ranks, when_current)
         tell(saved=step, in_vain=0)
-        if self._copies is not None:
+        if self._copies is not None and store is self._store:
             self._copies.wake()
         return path
 
@@ -437,9 +503,11 @@ class Saver:
             self._background_save.wait(self._timeout_s)
         except KeyboardInterrupt:
             raise  # `settled` gives it up
-        except BaseException:
+        except BaseException as error:
             self._background_save = None
-            raise
+            if not (self._is_saving_in_memory and isinstance(error, CheckpointError)):
+                raise
+            self._warn_of_memory(error)
         self._background_save = None
 
     def go_back(self) -> Checkpoint | None:
@@ -449,7 +517,9 @@ class Saver:
         """
         self._give_up_saving()
         self._store.clean()
-        checkpoint = self._store.newest()
+        if self._memory is not None:
+            self._memory.clean()
+        checkpoint = self._newest(self._memory.warn if self._memory is not None else print)
         if checkpoint is None or not (checkpoint.path / BACKEND).is_dir():
             return None
         self._last_made, self._stood_still_s = checkpoint.step, None

@@ -15,8 +15,9 @@ import pytest
 from cluster_workers import Plain
 from waiting import wait_until
 
-from hotseat.cluster import Cluster, Process, started_template
+from hotseat.cluster import Cluster, Process, start_ahead, started_template
 from hotseat.cluster.on_ray import forked, template_process
+from hotseat.cluster.on_ray import template as template_module
 from hotseat.cluster.on_ray.template import SWITCH, Template
 from hotseat.cluster.on_ray.template_process import differing, has_open, load
 from hotseat.openmp import thread_env
@@ -208,6 +209,22 @@ def test_there_is_no_template_where_it_is_of_no_use_or_switched_off(monkeypatch)
     monkeypatch.setenv(SWITCH, "0")
     with started_template(["json"], {}) as template:
         assert template is None
+
+
+@pytest.mark.skipif(not template_module.can_fork(), reason="processes cannot be forked here")
+def test_one_that_was_started_ahead_is_used_if_it_loads_the_same():
+    end = start_ahead(["json"], thread_env(1))
+    with started_template(["json"], thread_env(1)) as template:
+        assert template is not None
+        assert end == template.close
+        pids = template.pids
+        assert {process_state(pid) for pid in pids} == {"running"}
+    assert {process_state(pid) for pid in pids} == {"gone"}
+    start_ahead(["json"], thread_env(1))
+    ahead = template_module._ahead[2].pids
+    with started_template(["csv"], thread_env(1)) as template:
+        assert {process_state(pid) for pid in ahead} == {"gone"}
+        assert template.pids != ahead
 
 
 def test_variables_that_ray_and_we_set_for_each_process_may_differ():

@@ -190,6 +190,8 @@ def test_one_rank_alone_saves_too(task, monkeypatch):
 def test_writing_in_the_background_is_refused_rather_than_ignored(task):
     with pytest.raises(UserError, match="checkpoint.background is true, but ranks that a launcher started wait"):
         start(loads(sft_yaml(task), ["checkpoint.every=2", "checkpoint.background=true"]), launched=True)
+    with pytest.raises(UserError, match="ranks that a launcher started are not started again, so they make no memory"):
+        start(loads(sft_yaml(task), ["checkpoint.every=2", "checkpoint.memory_every=1"]), launched=True)
 
 
 class Steps:
