@@ -123,6 +123,7 @@ class TrainOptions:
     aux_loss_coefficient: float = 0.0  # of the balancing loss of a mixture of experts; see `experts`
     max_grad_norm: float | None = 1.0  # of all gradients together; None: not clipped
     lora: LoraOptions | None = None  # None: all weights are trained
+    has_nf4: bool = False  # frozen weights of linear layers are in NF4; see `algorithms.nf4`
     average_decay: float | None = None  # beta of the moving average of what is trained; None: there is none
     gradient_checkpointing: bool = False
     checkpointed_layers: int | None = None  # how many layers recompute their activations; None: all
