@@ -317,11 +317,19 @@ def _engine_args(
         disable_log_stats=True,
         seed=0,
         **({"quantization": FP8_WEIGHTS} if options.fp8_weights else {}),
+        **({"quantization": _nf4()} if options.has_nf4 else {}),
         **({"kv_cache_dtype": "fp8"} if options.fp8_cache else {}),
         **_adapters(adapters),
         **engine_arguments(options.images, frozenset(each.name for each in fields(EngineArgs))),
         **memory_arguments(settings, model_config, is_cpu) | dict(options.engine_args),
     )
+
+
+def _nf4() -> str:
+    """Return vLLM's name of weights in NF4, and make it known to vLLM in this process."""
+    from hotseat.rollout import vllm_nf4
+
+    return vllm_nf4.NAME
 
 
 def _rope(settings: EngineSettings, model_config: Any) -> dict[str, Any]:
