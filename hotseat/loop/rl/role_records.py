@@ -7,7 +7,7 @@ that is added to `RECORDS` is launched and watched, and replaced when it dies if
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -205,6 +205,8 @@ def _reference(launch: LaunchContext) -> Worker:
         weights = reference.teacher_weights or None
         teachers = {name: source_of(config, model) for name, model in reference.teachers.items()}
         return TeachersWorker, (teachers, weights, options)
+    if reference.model is None:  # the policy as it was, in the bits that it is frozen in
+        options = replace(options, has_nf4=config.train.load_in_4bit)
     return ModelWorker, (source_of(config, reference.model or config.actor.model), options)
 
 
