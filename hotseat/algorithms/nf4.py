@@ -90,7 +90,8 @@ class _Product(torch.autograd.Function):
         [gradient] = gradients
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
-        return gradient @ dequantise(*ctx.saved_tensors, gradient.dtype), None, None, None
+        packed, scales, pairs = ctx.saved_tensors
+        return gradient @ dequantise(packed, scales, pairs, gradient.dtype), None, None, None
 
 
 class Nf4Linear(nn.Linear):

@@ -390,7 +390,8 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
 
 def _engine_weights(role: str, memory: EngineMemory, model: ModelShape, tp: int) -> list[Term]:
     in_layers = 0 if memory.layer_bytes is None else model.num_matrix_parameters
-    sizes = [("weights", model.num_parameters - model.num_vision_parameters - in_layers, memory.weight_bytes)]
+    plain = model.num_parameters - model.num_vision_parameters - in_layers
+    sizes: list[tuple[str, int, float]] = [("weights", plain, memory.weight_bytes)]
     if memory.layer_bytes is not None:
         sizes.append(("weights of layers", in_layers, memory.layer_bytes))
     if model.vision is not None:

@@ -25,7 +25,7 @@ NAME = "hotseat_nf4"  # of the method, in vLLM's arguments
 
 
 @register_quantization_config(NAME)
-class Nf4Config(QuantizationConfig):  # type: ignore[misc]
+class Nf4Config(QuantizationConfig):
     """Which layers are in NF4: all linear ones. Embeddings and the head are none."""
 
     def get_name(self) -> str:
@@ -50,7 +50,7 @@ class Nf4Config(QuantizationConfig):  # type: ignore[misc]
         return Nf4Method() if isinstance(layer, LinearBase) else None
 
 
-class Nf4Method(LinearMethodBase):  # type: ignore[misc]
+class Nf4Method(LinearMethodBase):
     """How vLLM's linear layers load weights into NF4, and compute with them."""
 
     def create_weights(
