@@ -314,7 +314,8 @@ class ZeroBackend(Trainer):
 
     def _stream(self, dtype: torch.dtype | None, bucket_bytes: int, form: WeightForm) -> Iterator[tuple[str, Tensor]]:
         dtype = self._outgoing.dtype(dtype)
-        is_exact = self._has_masters and dtype != self._compute
+        # Beside NF4 it is an export that merges, in the type of the computation.
+        is_exact = self._has_masters and (dtype != self._compute or (form == "merged" and bool(self._outgoing.nf4)))
         if is_exact:
             self._need("weights in another type than that of the computation", Part.OPTIMIZER)
         factors = self._sharded.copies(self._outgoing.factor_names(), is_exact)
