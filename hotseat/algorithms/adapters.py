@@ -26,11 +26,16 @@ def factor_names(weight: str) -> tuple[str, str]:
     return layer + _A, layer + _B
 
 
+def is_factor(name: str) -> bool:
+    """Tell whether a factor of an adapter travels under this name."""
+    return name.endswith((_A, _B))
+
+
 def merge_apart(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Merge weights that come apart: yield W + s B A in 32 bits, and weights without an adapter as they are."""
     factors: dict[str, Tensor] = {}
     for name, tensor in named_tensors:
-        if name.endswith((_A, _B)):
+        if is_factor(name):
             factors[name] = tensor.float().clone()
             continue
         a, b = factor_names(name)

@@ -61,7 +61,13 @@ def _model(
 ) -> Iterator[Problem]:
     from hotseat.train.liger import check_liger
     from hotseat.train.lora import check_language_targets, check_targets
-    from hotseat.train.model_checks import check_fit, check_length, check_stored_head, check_value_head
+    from hotseat.train.model_checks import (
+        check_fit,
+        check_length,
+        check_nf4,
+        check_stored_head,
+        check_value_head,
+    )
 
     source = source_of(config, model)
     try:
@@ -89,6 +95,8 @@ def _model(
         lora = config.train.lora
         if lora.rank > 0 and is_trained:
             check_targets(source, lora.target_modules, "value" if is_value else "policy")
+        if config.train.load_in_4bit and is_trained:
+            check_nf4(model_config, config.rollout.tensor_parallel_size if key == "actor.model" else 1)
         if key == "actor.model" and has_images(config) and config.rollout.lora_sync == "adapter":
             check_language_targets(source, lora.target_modules)
     except (UserError, OSError, ValueError) as error:

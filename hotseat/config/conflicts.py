@@ -15,6 +15,7 @@ from hotseat.config.presence import (
     has_critic,
     has_evaluation,
     has_images,
+    has_inference,
     has_judge,
     has_reward_model,
     has_rewards,
@@ -522,6 +523,21 @@ def _fp16(config: Config) -> Problems:
         yield "train.fp32_master", "false: small updates of fp16 weights would be rounded away; set it to true"
 
 
+def _four_bits(config: Config) -> Problems:
+    if not config.train.load_in_4bit:
+        return
+    key, deepspeed = "train.load_in_4bit", config.train.deepspeed
+    if config.rollout.lora_sync == "merged":
+        yield "rollout.lora_sync", f"merged, and nothing can be merged into 4 bits ({key}): unset it, or set adapter"
+    if config.rollout.quantization is not None:
+        yield "rollout.quantization", f"engines have the weights that are frozen in NF4 ({key}): unset one of the two"
+    if has_inference(config):
+        yield key, "a copy of the policy (the role inference) gets merged weights: do not place it, or unset this"
+    if deepspeed.tensor_parallel_size > 1 or deepspeed.deepcompile:
+        name = "deepcompile" if deepspeed.deepcompile else "tensor_parallel_size"
+        yield f"train.deepspeed.{name}", f"has not been tried with weights of 4 bits ({key}): unset one of the two"
+
+
 def _token_budgets(config: Config) -> Problems:
     parallel, is_pair = config.train.sequence_parallel_size, config.task_entry.rows == "pairs"
     what, least = ("pair", 2 * config.data.max_length) if is_pair else ("sequence", config.data.max_length)
@@ -584,6 +600,7 @@ _OF_ALL_TASKS = (
     _images_in_training,
     _names_of_roles,
     _fp16,
+    _four_bits,
     _token_budgets,
     _model_parallelism,
 )

@@ -33,6 +33,11 @@ def source_of(config: Config, model: str | None) -> ModelSource:
     return ModelSource(model, config.trust_remote_code, tuple(sorted((scaling or {}).items())))
 
 
+def sends_adapters_alone(config: Config) -> bool:
+    """Return whether engines get adapters apart from the weights below them: nothing can be merged into 4 bits."""
+    return config.train.load_in_4bit or config.rollout.lora_sync == "adapter"
+
+
 def critic_model(config: Config) -> str:
     """Return the critic's checkpoint: its own, else the reward model's, else the actor's."""
     model = config.critic.model or config.reward.model or config.actor.model

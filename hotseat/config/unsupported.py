@@ -8,9 +8,6 @@ from operator import attrgetter
 from hotseat.config.schema import Config
 
 UNSUPPORTED: Mapping[str, str] = {  # key -> what is missing
-    "train.load_in_4bit": (
-        "4-bit weights, with which engines and exports would have another model than the one that learns"
-    ),
     "use_modelscope": "ModelScope; fetch the model with `modelscope download`, and give its folder",
 }
 

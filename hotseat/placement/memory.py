@@ -99,7 +99,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         return byte_term(role, name, (of * num_bytes(size)).over(cut, "ranks"), part)
 
     stored = memory.compute_bytes if memory.adapter_rank else memory.weight_bytes
-    weights = weight_terms(role, model, tp, stored, weight_cut)
+    weights = weight_terms(role, model, tp, stored, weight_cut, memory.layer_bytes)
     if memory.adapter_rank:
         weights.append(share("adapters", memory.weight_bytes, weight_cut, Part.WEIGHTS))
     if _has_copies(memory, model, shards):
@@ -129,6 +129,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
             updating = (byte_term(role, assumed.UNSHARDED_GRADIENTS, trained * num_bytes(FP32)),)
         parts[Part.GRADIENTS] = (replace(gradients, gib=0.0, formula="only during an update"),)
     gathered = _gathered(role, memory, model, shards, tp)
+    gathered += assumed.dequantised(role, model, memory.layer_bytes)
     back = [*gathered, *_reduction(role, memory, model, shards, tp), *_backward(role, memory, model, tp)]
     if memory.is_whole:
         back.append(replace(gradients, name="gradients so far", part=None))
@@ -320,7 +321,7 @@ def _optimizer_step(role: str, memory: TrainMemory, model: ModelShape, trained: 
 def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout) -> RoleMemory:
     tp, size = layout.tensor_parallel, memory.weight_bytes
     shards = max(1, layout.num_procs // tp) if memory.is_sharded else 1
-    weights = weight_terms(role, model, tp, size, shards)
+    weights = weight_terms(role, model, tp, size, shards, memory.layer_bytes)
     host = [] if memory.is_guest else [process_on_host(role)]
     if memory.num_waiting:
         waiting = amount(memory.num_waiting, "parameters") * num_bytes(size)
@@ -331,6 +332,7 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
         layers = assumed.FSDP_LIVE_LAYERS * model.num_largest_layer_parameters
         live = amount(min(model.num_parameters, model.num_embedding_parameters + layers), "live parameters")
         terms.append(byte_term(role, "gathered weights", (live * num_bytes(size)).over(tp, "tensor parallel")))
+    terms += assumed.dequantised(role, model, memory.layer_bytes)
     terms += forward_terms(role, model, memory, memory.micro_batch, size, tp)
     working: dict[Activity, tuple[Term, ...]] = {
         "forward": with_slack(role, terms),
@@ -375,6 +377,9 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     tokens = amount(num_tokens, "tokens") * num_bytes(forward_width(model, memory.weight_bytes, tp))
     rows = Amount(memory.slots, f"{memory.slots} slots") * amount(model.vocab_size)
     rows = (rows * num_bytes(memory.weight_bytes + FP32)).over(tp, "tensor parallel")
+    if memory.is_nf4:  # gate and up are one layer
+        [of_weight] = assumed.dequantised(role, model, memory.layer_bytes, num_fused=2)
+        rows = Amount(rows.value + of_weight.gib * GIB, f"{rows.text} + {of_weight.formula}")
     workspace = byte_term(role, "engine workspace", Amount(tokens.value + rows.value, f"{tokens.text} + {rows.text}"))
     images = encoder_forward(role, model, _encoded_tokens(memory, num_shared), memory.weight_bytes)
     num_prefilled = min(num_tokens, max(memory.max_tokens, assumed.SHARED_FORWARD_TOKENS))
@@ -396,7 +401,8 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
 
 def _engine_weights(role: str, memory: EngineMemory, model: ModelShape, tp: int) -> list[Term]:
     in_layers = 0 if memory.layer_bytes is None else model.num_matrix_parameters
-    sizes = [("weights", model.num_parameters - model.num_vision_parameters - in_layers, memory.weight_bytes)]
+    plain = model.num_parameters - model.num_vision_parameters - in_layers
+    sizes: list[tuple[str, int, float]] = [("weights", plain, memory.weight_bytes)]
     if memory.layer_bytes is not None:
         sizes.append(("weights of layers", in_layers, memory.layer_bytes))
     if model.vision is not None:

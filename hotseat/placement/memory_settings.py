@@ -16,7 +16,7 @@ class TrainMemory:
     in the optimizer is `weight_bytes=2, master_bytes=4`; pure bf16 is `weight_bytes=2, master_bytes=0, moment_bytes=2`.
     `zero_stage` holds for FSDP too: 3 gathers layer by layer, 1 and 2 the whole model for each step, 0 copies it.
     With `adapter_rank` only adapters beside every linear layer are trained, and these sizes are theirs: the frozen base
-    is in the type of the computation.
+    is in the type of the computation, but for `layer_bytes`.
     """
 
     max_tokens: int  # of the longest sequence, prompt and answer together
@@ -39,6 +39,9 @@ class TrainMemory:
     packing: bool = True
     sends_weights: bool = False  # sends weights to engines, and keeps the blocks for it between pushes
     adapter_rank: int = 0  # 0: all weights are trained
+    layer_bytes: float | None = (
+        None  # bytes of a frozen weight of linear layers, which each rank has whole; None: plain
+    )
     batch_tokens: int | None = None  # most tokens of an optimizer step on all ranks; None: it is one micro-batch
     group_tokens: int = 0  # tokens by which a rank's share of a step may exceed an even share
     has_average: bool = False  # a moving average of the trained weights is kept on the host, in fp32
@@ -91,6 +94,7 @@ class ForwardMemory:
     max_tokens: int
     micro_batch: int = 1
     weight_bytes: int = 2
+    layer_bytes: float | None = None  # bytes of a weight of linear layers, which each rank has whole; None: plain
     is_sharded: bool = False  # each rank keeps a shard and gathers layer by layer
     packing: bool = True
     sequence_parallel: int = 1
@@ -110,7 +114,8 @@ class EngineMemory:
     slots: int  # sequences at once
     weight_bytes: int = 2
     kv_bytes: int = 2
-    layer_bytes: int | None = None  # bytes of a weight of linear layers; None: `weight_bytes`
+    layer_bytes: float | None = None  # bytes of a weight of linear layers; None: `weight_bytes`
+    is_nf4: bool = False  # these weights are in NF4, and become 16-bit ones when they are computed with
     cuda_graphs: bool = True
     image_share: float = 0.0  # most of a sequence's tokens that may stand for images
     kept_prompts: int = 0  # of full length, whose KV cache is kept beside the slots

@@ -34,6 +34,8 @@ FSDP_LIVE_LAYERS = 2  # gathered at once: the one at work and the one prefetched
 DEEPSPEED_LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps at most this many gathered (stage3_max_live_parameters)
 DEEPSPEED_BUCKET_ELEMENTS = 500_000_000  # gradients reduced at once (reduce_bucket_size)
 STEP_BYTES = 4  # per parameter of a rank's optimizer shard: fp32 gradients that exist in DeepSpeed's optimizer step
+NF4_BLOCK = 64  # weights of 4 bits that share a scale, as in `algorithms/nf4.py`
+DEQUANTISED_BYTES = 8  # of a weight of 4 bits that is computed with: indices, and numbers in fp32 and in 16 bits
 NUM_MOMENTS = 2  # of AdamW, for each parameter
 MUON_BUCKET_ENTRIES = 2**26  # of matrices that Muon orthogonalises between two messages, as in `train/muon.py`
 MUON_COPIES = 6  # of a matrix in bf16 that exist while it is orthogonalised
@@ -161,13 +163,33 @@ def held_parameters(model: ModelShape, tp: int) -> Amount:
     return amount(rest, "parameters outside the layers") + amount(n - rest).over(tp, "tensor parallel")
 
 
-def weight_terms(role: str, model: ModelShape, tp: int, weight_bytes: int, cut: int) -> list[Term]:
-    """Return the memory of the weights of a rank, of the decoder and of the visual encoder each by itself."""
+def weight_terms(
+    role: str, model: ModelShape, tp: int, weight_bytes: int, cut: int, layer_bytes: float | None = None
+) -> list[Term]:
+    """Return the memory of the weights of a rank, of the decoder and of the visual encoder each by itself.
+
+    layer_bytes: of a weight in NF4, which every rank has whole; None: there are none.
+    """
+    if layer_bytes is not None:
+        in_layers = amount(model.num_matrix_parameters, "parameters")
+        rest = amount(model.num_parameters - model.num_matrix_parameters, "parameters")
+        return [
+            byte_term(role, "weights", (rest * num_bytes(weight_bytes)).over(cut, "ranks"), Part.WEIGHTS),
+            byte_term(role, "weights of layers", in_layers * num_bytes(layer_bytes), Part.WEIGHTS),
+        ]
     sizes = {"weights": held_parameters(replace(model, vision=None), tp)}
     if model.vision is not None:
         sizes[ENCODER] = amount(model.num_vision_parameters, "parameters")
     stored = num_bytes(weight_bytes)
     return [byte_term(role, name, (size * stored).over(cut, "ranks"), Part.WEIGHTS) for name, size in sizes.items()]
+
+
+def dequantised(role: str, model: ModelShape, layer_bytes: float | None, num_fused: int = 1) -> list[Term]:
+    """Return the memory of the largest weight in NF4 while it is computed with. num_fused: weights of one layer."""
+    if layer_bytes is None:
+        return []
+    largest = amount(num_fused * model.num_largest_matrix, "of the largest weight")
+    return [byte_term(role, "dequantised weight", largest * num_bytes(DEQUANTISED_BYTES))]
 
 
 def pixels(role: str, model: ModelShape, num_tokens: float) -> list[Term]:

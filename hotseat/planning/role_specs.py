@@ -20,6 +20,7 @@ from hotseat.config.schema.rollout_options import RolloutConfig
 from hotseat.config.schema.train_options import TrainConfig
 from hotseat.errors import PlacementError
 from hotseat.placement.memory_settings import ComponentMemory, EngineMemory, ForwardMemory, SimulatorMemory, TrainMemory
+from hotseat.placement.memory_terms import NF4_BLOCK
 from hotseat.placement.plan_types import RoleSpec
 from hotseat.placement.selection import parse_placement
 from hotseat.placement.shapes import ModelShape, VisionShape, from_hf_config, known_shape
@@ -157,7 +158,8 @@ def _engine_memory(config: Config, role: str, engine: EngineEntry) -> EngineMemo
         weight_bytes=num_bytes,
         kv_bytes=1 if is_policy and rollout.kv_cache_dtype else num_bytes,
         kept_prompts=engine.num_kept_prompts,
-        layer_bytes=1 if is_policy and rollout.quantization else None,
+        layer_bytes=(1 if rollout.quantization else _nf4_bytes(config)) if is_policy else None,
+        is_nf4=is_policy and config.train.load_in_4bit,
         cuda_graphs="enforce_eager" in engine.options and not section.enforce_eager,
         image_share=_image_share(config) if is_policy else 0.0,
     )
@@ -170,6 +172,7 @@ def _score_memory(config: Config, role: str) -> ForwardMemory:
         max_tokens=max_tokens,
         micro_batch=micro_batch,
         weight_bytes=_BYTES[dtype_of(config)],
+        layer_bytes=_nf4_bytes(config) if role == "reference" and config.reference.model is None else None,
         is_sharded=not backend_of(config).has_zero_options or config.train.deepspeed.zero_stage == 3,
         packing=config.train.packing,
         sequence_parallel=config.train.sequence_parallel_size,
@@ -219,6 +222,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         packing=train.packing,
         sends_weights=config.has_rollouts and role == "actor",
         adapter_rank=train.lora.rank,
+        layer_bytes=_nf4_bytes(config),
         batch_tokens=train.batch_size * pair * config.data.max_length,
         group_tokens=config.data.max_length * (config.rollout.samples_per_prompt if config.has_rollouts else pair),
         has_average=train.ema.enabled and role == "actor",
@@ -228,6 +232,11 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         teacher_token_bytes=token_bytes,
         teacher_head=teacher_head,
     )
+
+
+def _nf4_bytes(config: Config) -> float | None:
+    """Return the bytes of a frozen weight in NF4, with its part of the scale of its block; None: there are none."""
+    return 0.5 + _BYTES[dtype_of(config)] / NF4_BLOCK if config.train.load_in_4bit else None
 
 
 def _of_teacher(config: Config, compute_bytes: int) -> tuple[int, int]:

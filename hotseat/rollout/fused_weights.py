@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hotseat.algorithms.adapters import factor_names
+from hotseat.algorithms.nf4 import SCALES
 from hotseat.rollout.live_weights import WeightNames
 
 
@@ -170,7 +171,7 @@ def _of_parameter(
         yield from fused([total // owner.tp_size for total in totals], [part] * 3, totals, [True] * 3)
     elif isinstance(module, ColumnParallelLinear):
         yield piece(full, live, part * live.shape[0], live.shape[0] * module.tp_size)
-    elif isinstance(module, RowParallelLinear) and name == "weight":
+    elif isinstance(module, RowParallelLinear) and name in ("weight", SCALES):
         yield piece(full, live, part * live.shape[1], live.shape[1] * module.tp_size, dim=1)
     elif isinstance(module, VocabParallelEmbedding):
         at = module.shard_indices
@@ -212,6 +213,8 @@ def adapter_pieces(model: nn.Module, rank: int, names: WeightNames) -> Iterator[
             num_ranks = names.factors[name_of_a][0]
             a, b = all_a[0, 0, :num_ranks], all_b[0, 0, :, :num_ranks]
             (out_size, in_size), (row, column) = weight.shape, weight.offset
+            if weight.live.dtype == torch.uint8:  # two columns in NF4 share a byte
+                in_size, column = 2 * in_size, 2 * column
             counts_a = weight.is_counted if a.shape[1] < in_size else rank == 0
             counts_b = weight.is_counted if b.shape[0] < out_size else rank == 0
             yield Piece(name_of_a, a, (0, column), (num_ranks, in_size), counts_a)

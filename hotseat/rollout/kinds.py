@@ -38,6 +38,7 @@ class EngineOptions:
     adapter_targets: tuple[str, ...] | str = ()  # layers that have adapters, as in `train.lora`
     images: ImageOptions | None = None  # None: requests have none
     fp8_weights: bool = False  # of linear layers
+    has_nf4: bool = False  # linear layers are in NF4, as the trainer's are, and adapters are beside them
     fp8_cache: bool = False  # the KV cache
     role: str = "rollout"  # names its log
 

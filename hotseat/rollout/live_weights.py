@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hotseat.algorithms.adapters import factor_names
+from hotseat.algorithms.adapters import factor_names, is_factor
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import WeightError
 
@@ -37,9 +37,11 @@ class WeightNames:
         """List the weights of a model on any device, "meta" too."""
         tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
         first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+        factors = {name: tuple(tensor.shape) for name, tensor in tensors.items() if is_factor(name)}
         return WeightNames(
-            {name: tuple(tensor.shape) for name, tensor in tensors.items()},
-            {name: first[id(tensor)] for name, tensor in tensors.items()},
+            {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in factors},
+            {name: first[id(tensor)] for name, tensor in tensors.items() if name not in factors},
+            factors,
         )
 
     def with_adapters(self, layers: Iterable[str], rank: int) -> WeightNames:

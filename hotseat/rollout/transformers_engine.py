@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hotseat import faults
+from hotseat.algorithms.nf4 import quantise_layers
 from hotseat.algorithms.routing import RoutingRecorder
 from hotseat.errors import HotseatError, UserError
 from hotseat.placement.role_names import Part
@@ -353,6 +354,8 @@ class TransformersEngine(Engine):
             self._slots.release()
         if Part.WEIGHTS in parts:
             num_copied += self._weights.offload(keep_weights)
+            if not keep_weights:
+                self._weights.names.lose()
         if Part.KV_CACHE in parts:
             self._saved_cache = saved
             self._prefixes.clear()
@@ -413,7 +416,10 @@ class TransformersEngine(Engine):
             self._slots.cache.write([slot], prefixes[context])
 
     def _missing(self) -> list[str]:
-        return self._weights.names.missing()
+        missing = self._weights.names.missing()
+        if not missing:
+            self._weights.names.keep()
+        return missing
 
     def _digest(self, names: Collection[str] | None) -> dict[str, int]:
         return self._weights.digest(names)
@@ -435,6 +441,10 @@ class TransformersKind(EngineKind):
         model = policy_class(source.config()).from_pretrained(
             source.name, dtype=dtype, use_safetensors=True, **source.arguments, **source.own_config
         )
+        if settings.options.has_nf4:
+            quantise_layers(model, process.device)
+            for name in process.adapted_layers:
+                model.get_submodule(name).add_factors(settings.options.adapter_rank)
         return TransformersEngine(
             model,
             max_length=settings.max_length,

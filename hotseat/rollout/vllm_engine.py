@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hotseat import faults
 from hotseat.algorithms.digest import combine_digests
+from hotseat.algorithms.nf4 import quantise_layers
 from hotseat.algorithms.routing import RoutingShape
 from hotseat.errors import DeadlineError, HotseatError, RunError, UserError, WeightError
 from hotseat.model_source import ModelSource
@@ -248,14 +249,22 @@ class VllmEngine(Engine):
         return {name: combine_digests(parts) for name, parts in counted.items()}
 
 
-def weight_names(model: ModelSource, adapters: AdapterOptions | None = None) -> WeightNames:
-    """List the weights of a Hugging Face model, from its config alone, and the factors of adapters."""
+def weight_names(model: ModelSource, adapters: AdapterOptions | None = None, has_nf4: bool = False) -> WeightNames:
+    """List the weights of a Hugging Face model, from its config alone, and the factors of adapters.
+
+    has_nf4: its linear layers are in NF4, and have bytes and scales.
+    """
     config = model.config()
     with torch.device("meta"):
         empty = policy_class(config).from_config(config, **model.arguments)
     empty.tie_weights()
     names = WeightNames.of(empty)
-    return names if adapters is None else names.with_adapters(adapters.layers, adapters.rank)
+    names = names if adapters is None else names.with_adapters(adapters.layers, adapters.rank)
+    if not has_nf4:
+        return names
+    quantise_layers(empty)
+    in_nf4 = WeightNames.of(empty)
+    return WeightNames(in_nf4.shapes, in_nf4.first_names, names.factors)
 
 
 def log_to(path: Path) -> dict[str, str]:

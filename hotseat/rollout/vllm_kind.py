@@ -87,7 +87,7 @@ class VllmKind(EngineKind):
         adapters = None
         if options.adapter_rank:
             adapters = vllm_versions.AdapterOptions(options.adapter_rank, process.adapted_layers)
-        names = vllm_engine.weight_names(settings.model, adapters)
+        names = vllm_engine.weight_names(settings.model, adapters, options.has_nf4)
         try:
             core = vllm_versions.Core(settings, adapters, _end_process if process.is_own else None)
         except Exception as error:

@@ -325,6 +325,7 @@ def _engine_args(
             model_config, ({"head_dtype": "float32"} if has_wide_head else {}) | _rope(settings, model_config)
         ),
         **({"quantization": FP8_WEIGHTS} if options.fp8_weights else {}),
+        **({"quantization": _nf4()} if options.has_nf4 else {}),
         **({"kv_cache_dtype": "fp8"} if options.fp8_cache else {}),
         **({"enable_return_routed_experts": True} if settings.returns_routing else {}),
         **_adapters(adapters),
@@ -338,6 +339,13 @@ def prefix_problem(model_config: Any, is_cpu: bool) -> str | None:
     if not (is_cpu and vllm_delta_rule.is_qwen3_5(model_config)):
         return None
     return "on a CPU vLLM keeps no states of linear attention for prefixes, since prompts are not cut there: unset it"
+
+
+def _nf4() -> str:
+    """Return vLLM's name of weights in NF4, and make it known to vLLM in this process."""
+    from hotseat.rollout import vllm_nf4
+
+    return vllm_nf4.NAME
 
 
 def _rope(settings: EngineSettings, model_config: Any) -> dict[str, Any]:

@@ -19,13 +19,15 @@ from hotseat.algorithms.digest import named_digests
 from hotseat.determinism import keep_float32
 from hotseat.errors import WeightError
 from hotseat.rollout import vllm_internals as inside
+from hotseat.rollout import vllm_nf4 as vllm_nf4
 from hotseat.rollout.fused_weights import Piece, adapter_pieces, pieces, renamed
 from hotseat.rollout.live_weights import WeightNames
 from hotseat.rollout.vllm_delta_rule import compute_in_torch, register_text_class
 from hotseat.rollout.vllm_fp8 import QuantisedDigests, QuantisedPiece, fp8_problem, quantising
 from hotseat.rollout.vllm_images import use_prepared_images
 
-# Called here: this module is the first of ours that a worker's process imports, before it loads the model.
+# Called here, and NF4 is imported: this module is the first of ours that a worker's process imports, before it loads
+# the model.
 inside.leave_weights_in_place()
 inside.leave_classes_alone()
 use_prepared_images()

@@ -124,6 +124,7 @@ class TrainOptions:
     replays_routing: bool = False  # tokens take the experts that the engine recorded; see `algorithms.routing`
     max_grad_norm: float | None = 1.0  # of all gradients together; None: not clipped
     lora: LoraOptions | None = None  # None: all weights are trained
+    has_nf4: bool = False  # frozen weights of linear layers are in NF4; see `algorithms.nf4`
     average_decay: float | None = None  # beta of the moving average of what is trained; None: there is none
     gradient_checkpointing: bool = False
     checkpointed_layers: int | None = None  # how many layers recompute their activations; None: all

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from hotseat.algorithms.adapters import WeightForm
 from hotseat.algorithms.digest import combine_digests, named_digests
+from hotseat.algorithms.nf4 import quantise_layers
 from hotseat.errors import UserError
 from hotseat.placement.role_names import Part
 from hotseat.train.adamw import make_adamw, set_learning_rate, start_state
@@ -74,6 +75,8 @@ class FSDPBackend(Trainer):
         is_16_bit = options.precision == "bf16" or (options.precision == "bf16_master" and options.lora is not None)
         dtype = torch.bfloat16 if is_16_bit else torch.float32
         loaded = load_model(model, options, dtype)
+        if options.has_nf4:
+            quantise_layers(loaded, device)
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             loaded.to(device)  # where it will be whole: checks of the model take seconds of a core elsewhere
         self._wrapped, layout = prepare_model(
@@ -202,7 +205,7 @@ class FSDPBackend(Trainer):
 
     def _tensors(self, part: Part) -> list[Tensor]:
         if part == Part.WEIGHTS:
-            return [local(weight.detach()) for weight in self._weights.values()]
+            return [local(weight.detach()) for weight in self._weights.values()] + self._outgoing.packed()
         if part == Part.GRADIENTS:
             return [local(weight.grad) for weight in self._weights.values() if weight.grad is not None]
         states = self._optimizer.state.values() if self._optimizer is not None else ()
@@ -220,7 +223,7 @@ class FSDPBackend(Trainer):
         merge = self._outgoing.merging(factors) if form == "merged" else as_they_are
         bucket: list[tuple[str, DTensor]] = []
         size = 0
-        for name, weight in self._state().items():
+        for name, weight in self._state(form).items():
             if not isinstance(weight, DTensor):
                 yield name, convert(merge(name, weight, 0), self._outgoing.buffer_dtype(name, dtype))
                 continue
@@ -237,7 +240,7 @@ class FSDPBackend(Trainer):
         self._need("digest", Part.WEIGHTS)
         dtype, factors = self._outgoing.dtype(dtype), self._whole(self._outgoing.factor_names())
         if form == "merged":
-            return self._digests(self._state(), dtype, self._outgoing.merging(factors))
+            return self._digests(self._state(form), dtype, self._outgoing.merging(factors))
         digests = named_digests(self._outgoing.factors(factors, dtype))
         return digests if form == "adapters" else digests | self._digests(self._state(), dtype, as_they_are)
 
@@ -270,10 +273,10 @@ class FSDPBackend(Trainer):
         """Return the index of the first row of a weight that this rank holds."""
         return self._ranks.rank * -(-weight.shape[0] // self._ranks.size)
 
-    def _state(self) -> dict[str, Tensor]:
+    def _state(self, form: WeightForm = "apart") -> dict[str, Tensor]:
         """Return weights without adapters, then buffers that are saved, each once under its first name."""
         state = {plain: self._weights[name].detach() for name, plain in base_names(list(self._weights)).items()}
-        return state | self._outgoing.buffers()
+        return state | self._outgoing.buffers(form)
 
     def _gather(
         self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None, merge: Merge

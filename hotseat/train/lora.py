@@ -75,6 +75,8 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions, head: Head) -> No
         inject_adapter_in_model(config, model, _NAME)
     assert find_adapters(model).keys() == {f"{name}.weight" for name in names}
     for name, weight in model.named_parameters():
+        if _is_adapter(name):
+            weight.data = weight.data.to(model.dtype)  # PEFT's choice beside a base in NF4 is 32 bits
         weight.requires_grad_(_is_adapter(name) or (head == "value" and name.startswith(f"{_head_name(model)}.")))
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hotseat.algorithms.nf4 import BLOCK
 from hotseat.errors import UnsupportedError, UserError
 from hotseat.train.attention import ATTENTION
 from hotseat.train.backend import TrainOptions
@@ -18,6 +19,8 @@ from hotseat.train.experts import check_experts
 from hotseat.train.sequence import check_heads
 from hotseat.train.tensor import check_cut
 from hotseat.vision import value_class
+
+_NF4_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def check_fit(config: Any, sequence_parallel_size: int, tensor_parallel_size: int, aux_loss_coefficient: float) -> None:
@@ -37,13 +40,35 @@ def check_family(config: Any) -> None:
         kind = quantized.get("quant_method") if isinstance(quantized, dict) else None
         raise UnsupportedError(
             f"its weights are quantized ({kind or type(quantized).__name__}), and only weights of 16 or 32 bits are"
-            " trained: choose a checkpoint of the model in bf16, or make one with transformers"
+            " trained: choose a checkpoint of the model in bf16, or make one with transformers, also for"
+            " train.load_in_4bit"
         )
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if "chunked_attention" in kinds:
         raise UnsupportedError(
             f"{name} has layers with attention inside chunks of a sequence, which training does not have: choose"
             " another model"
+        )
+
+
+def check_nf4(config: Any, num_parts: int) -> None:
+    """Raise if the layers of a model of this config cannot be kept in NF4. num_parts: into which engines cut them."""
+    instead = "unset train.load_in_4bit"
+    if config.model_type not in _NF4_FAMILIES:
+        name = type(config).__name__.removesuffix("Config")
+        raise UnsupportedError(
+            f"weights in 4 bits (train.load_in_4bit) have not been tried with {name}: choose a model of the kinds"
+            f" {', '.join(_NF4_FAMILIES)}, or {instead}"
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = config.num_attention_heads * head_dim
+    widths = (config.hidden_size, heads // num_parts, config.intermediate_size // num_parts)
+    odd = next((width for width in widths if width % BLOCK), None)
+    if odd is not None:
+        parts = f", cut into {num_parts} parts by rollout.tensor_parallel_size," if num_parts > 1 else ""
+        raise UnsupportedError(
+            f"weights in 4 bits (train.load_in_4bit) have a scale for each {BLOCK} inputs of a layer, and layers of"
+            f" this model{parts} have {odd} inputs: {instead}"
         )
 
 

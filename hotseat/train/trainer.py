@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from hotseat import faults
 from hotseat.algorithms.adapters import WeightForm
 from hotseat.algorithms.distillation import Divergence
+from hotseat.algorithms.nf4 import nf4_layers
 from hotseat.errors import BatchError, DeviceMemoryError, RunError, UnsupportedError
 from hotseat.placement.role_names import Part
 from hotseat.train.average import MovingAverage
@@ -57,7 +58,7 @@ from hotseat.train.fragments import local
 from hotseat.train.headroom import Meter, is_out_of_memory, release_memory, trial_batch
 from hotseat.train.hooks import TrainerHooks
 from hotseat.train.linear_attention import num_seen
-from hotseat.train.lora import adapters_off, dropouts, find_adapters, save_adapter
+from hotseat.train.lora import adapters_off, base_names, dropouts, find_adapters, save_adapter
 from hotseat.train.offload import PartResidency
 from hotseat.train.outgoing import OutgoingWeights
 from hotseat.train.packing import LayoutKind, filler_batch, image_filler
@@ -116,7 +117,9 @@ class Trainer(TrainerHooks):
         if options.filler_image is not None and ranks.size > 1:
             self._forward_pass.filler = image_filler(options.filler_image)
         adapters = find_adapters(model) if has_adapters else {}
-        self._outgoing = OutgoingWeights(model, adapters, options.precision, frozenset(model.state_dict()))
+        in_nf4 = nf4_layers(model)
+        weights = dict(zip(base_names([f"{name}.weight" for name in in_nf4]).values(), in_nf4.values(), strict=True))
+        self._outgoing = OutgoingWeights(model, adapters, options.precision, frozenset(model.state_dict()), weights)
         self._residency = PartResidency(device)
         self._history = UpdateHistory(options.max_non_finite)
         self._checkpoint_files = CheckpointFiles(self.name, ranks)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from hotseat.algorithms.adapters import WeightForm
 from hotseat.algorithms.delta_rule import delta_nets
 from hotseat.algorithms.digest import named_digests
+from hotseat.algorithms.nf4 import quantise_layers
 from hotseat.errors import UnsupportedError
 from hotseat.placement.role_names import Part
 from hotseat.train.adamw import make_adamw, set_learning_rate
@@ -81,9 +82,14 @@ class ZeroBackend(Trainer):
         # A frozen base is never stepped: more bits than it is computed with would be of no use.
         dtype = compute if options.precision == "bf16" or options.lora is not None else torch.float32
         loaded = load_model(model, options, dtype)
+        if options.has_nf4:
+            quantise_layers(loaded, device)
         has_compiler = compiles(options.compile, device) and zero.tensor_parallel_size == 1
         is_compiled = has_compiler and not options.liger_kernel and not self._is_whole
         self._wrapped, layout = self._wrap(loaded, options, device, _compiler if has_compiler else None)
+        if options.has_nf4:  # ZeRO 3 takes parameters to the device, and no buffers
+            for buffer in self._wrapped.buffers():
+                buffer.data = buffer.data.to(device)
         if not dist.is_initialized():
             self._forget_groups()
         ranks = Ranks(device, options.timeout_s, always_group=True)
@@ -292,7 +298,7 @@ class ZeroBackend(Trainer):
     def _tensors(self, part: Part) -> list[Tensor]:
         live = self._stage.live(self._weights)
         if part == Part.WEIGHTS:
-            return live
+            return [*live, *self._outgoing.packed()]
         if part == Part.GRADIENTS:
             return self._stage.gradient_memory()
         if self._optimizer is None:
@@ -308,7 +314,8 @@ class ZeroBackend(Trainer):
 
     def _stream(self, dtype: torch.dtype | None, bucket_bytes: int, form: WeightForm) -> Iterator[tuple[str, Tensor]]:
         dtype = self._outgoing.dtype(dtype)
-        is_exact = self._has_masters and dtype != self._compute
+        # Beside NF4 it is an export that merges, in the type of the computation.
+        is_exact = self._has_masters and (dtype != self._compute or (form == "merged" and bool(self._outgoing.nf4)))
         if is_exact:
             self._need("weights in another type than that of the computation", Part.OPTIMIZER)
         factors = self._sharded.copies(self._outgoing.factor_names(), is_exact)
@@ -322,8 +329,8 @@ class ZeroBackend(Trainer):
         for bucket in self._sharded.buckets(plain, num_bytes, bucket_bytes):
             for name, weight in self._sharded.gather(bucket, is_exact):
                 yield plain[name], convert(merge(plain[name], weight, 0), dtype)
-        for name, buffer in self._outgoing.buffers().items():
-            yield name, convert(buffer, self._outgoing.buffer_dtype(name, dtype))
+        for name, buffer in self._outgoing.buffers(form).items():
+            yield name, convert(merge(name, buffer, 0), self._outgoing.buffer_dtype(name, dtype))
 
     def _whole(self, names: Collection[str]) -> dict[str, Tensor]:
         if self._has_masters:

@@ -13,7 +13,7 @@ from hotseat.config import loads
 from hotseat.errors import BatchError, DataError, HotseatError, UnsupportedError, UserError
 from hotseat.loop.run import start
 from hotseat.loop.settings.training_settings import reward_options, train_options
-from hotseat.train.model_checks import check_value_head
+from hotseat.train.model_checks import check_nf4, check_value_head
 
 KL = "{kl: {coef: 0.1}}"
 TWO = "{component_placement: {actor: 0-1}}"
@@ -69,6 +69,24 @@ def test_layers_that_a_critic_does_not_have_are_named(task):
         "train.lora.target_modules=[q_proj]",
     )
     assert said.startswith(f"critic.model '{task}/neox': train.lora.target_modules: no layer is called q_proj")
+
+
+@pytest.mark.parametrize("make_yaml", [rl_yaml, sft_yaml])
+def test_layers_that_cannot_be_in_four_bits_are_refused(task, make_yaml):
+    qlora = ("train.lora.rank=2", "train.load_in_4bit=true")
+    said = refused(task, make_yaml(task), *qlora)
+    assert "have a scale for each 64 inputs of a layer, and layers of this model have 16 inputs: unset" in said
+    with_config(task / "model", hidden_size=128, head_dim=64, intermediate_size=192)
+    with_config(task / "model", model_type="gemma")
+    said = refused(task, make_yaml(task), *qlora)
+    assert "(train.load_in_4bit) have not been tried with Gemma: choose a model of the kinds llama, mistral" in said
+
+
+def test_engines_cannot_cut_blocks_of_four_bits():
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 192}
+    check_nf4(transformers.LlamaConfig(**sizes), 1)
+    with pytest.raises(UnsupportedError, match="cut into 2 parts by rollout.tensor_parallel_size, have 96 inputs"):
+        check_nf4(transformers.LlamaConfig(**sizes), 2)
 
 
 def test_a_model_that_has_no_head_of_one_number_is_refused():

@@ -391,7 +391,7 @@ def test_the_table_is_for_users():
     assert not [name for name, meaning in rows.items() if "hotseat/" in meaning]
     assert rows["--lora_rank"] == "Rank of the adapters; 0 trains all weights. |"
     assert rows["--remote_rm_url"].endswith("or the address of a reward server. |")
-    assert rows["--load_in_4bit"].startswith("refused: 4-bit weights")
+    assert rows["--load_in_4bit"].startswith("Keep the frozen weights of linear layers in NF4")
     unbuilt = {name for name, meaning in rows.items() if "not built yet" in meaning.lower()}
     assert unbuilt == set()
     assert rows["--flash_attn"].startswith("no effect: ")

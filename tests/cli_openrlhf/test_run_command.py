@@ -292,7 +292,8 @@ def test_flags_are_where_people_look_for_them():
     assert groups["--zero_stage"] == groups["--actor_learning_rate"] == groups["--local_rank"] == "Training"
     assert groups["--save_steps"] == groups["--use_wandb"] == "Evaluation, checkpoints and logging"
     assert groups["--colocate_all_models"] == groups["--vllm_enable_sleep"] == "Placement"
-    assert groups["--load_in_4bit"] == groups["--use_ms"] == NOT_BUILT
+    assert groups["--load_in_4bit"] == "Training"
+    assert groups["--use_ms"] == NOT_BUILT
     assert groups["--flash_attn"] == NO_EFFECT
 
 

@@ -262,6 +262,26 @@ def test_every_condition_is_used():
             "rollout.quantization: fp8 has not been tried with adapters that vLLM applies itself: set",
         ),
         (
+            "train: {load_in_4bit: true, lora: {rank: 4}}\nrollout: {engine: vllm, lora_sync: merged}",
+            "rollout.lora_sync: merged, and nothing can be merged into 4 bits (train.load_in_4bit): unset it, or set",
+        ),
+        (
+            "train: {load_in_4bit: true, lora: {rank: 4}}\nrollout: {engine: vllm, quantization: fp8}",
+            "rollout.quantization: engines have the weights that are frozen in NF4 (train.load_in_4bit): unset one",
+        ),
+        (
+            "train: {load_in_4bit: true, lora: {rank: 4}}\ncluster: {component_placement: {actor: 0, inference: 1}}",
+            "train.load_in_4bit: a copy of the policy (the role inference) gets merged weights: do not place it",
+        ),
+        (
+            "train: {load_in_4bit: true, lora: {rank: 4}, backend: deepspeed, deepspeed: {deepcompile: true}}",
+            "train.deepspeed.deepcompile: has not been tried with weights of 4 bits (train.load_in_4bit): unset one",
+        ),
+        (
+            "train: {load_in_4bit: true, lora: {rank: 4}, backend: deepspeed, deepspeed: {tensor_parallel_size: 2}}",
+            "train.deepspeed.tensor_parallel_size: has not been tried with weights of 4 bits (train.load_in_4bit)",
+        ),
+        (
             "train: {full_determinism: true}\nrollout: {engine: vllm, quantization: fp8}",
             "rollout.quantization: fp8 has not been tried with train.full_determinism, for which vLLM, depending",
         ),

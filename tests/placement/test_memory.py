@@ -265,6 +265,21 @@ def test_an_engine_with_layers_in_fp8_takes_half_for_them():
     assert in_bytes(found.working["generate"]) == in_bytes(engine(model=model).working["generate"])
 
 
+def test_layers_in_nf4_are_counted_with_their_scales_and_whole_on_every_rank():
+    model, nf4 = shape("Llama-3-8B"), 0.5 + 2 / 64
+    in_layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    weights = parts(train(num_procs=4, model=model, adapter_rank=16, layer_bytes=nf4), Part.WEIGHTS)
+    assert weights["weights"] == round(2 * (model.num_parameters - in_layers) / 4, 3)
+    assert weights["weights of layers"] == in_layers * nf4
+    found = engine(model=model, layer_bytes=nf4, is_nf4=True)
+    assert parts(found, Part.WEIGHTS)["weights of layers"] == in_layers * nf4
+    # Gate and up, 4096 x 14336 each, as indices of 2 B, 32-bit numbers and 16-bit ones.
+    plain = in_bytes(engine(model=model).working["generate"])["engine workspace"]
+    assert in_bytes(found.working["generate"])["engine workspace"] == plain + 2 * 4096 * 14336 * 8
+    scores = in_bytes(train(num_procs=1, model=model, adapter_rank=16, layer_bytes=nf4).working["forward"])
+    assert scores["dequantised weight"] == 4096 * 14336 * 8
+
+
 def test_an_engine_with_a_share_fills_it_exactly():
     found = engine(share=0.5, model=shape("Llama-3-8B"), slots=5000)
     used = sum(t.gib for terms in found.parts.values() for t in terms)

@@ -1,9 +1,11 @@
 """From a config to the planner's question."""
 
 import json
+import textwrap
 
 import pytest
 
+from hotseat.cli.main import main
 from hotseat.cluster import Cluster
 from hotseat.config import loads
 from hotseat.errors import PlacementError, TooFewDevicesError
@@ -34,6 +36,25 @@ LLAMA = {
 
 def specs(text: str) -> dict:
     return {spec.name: spec for spec in role_specs(loads(text))}
+
+
+@pytest.mark.parametrize(("task", "has_room"), [("sft", 16), ("rl", 24)])
+def test_eight_billion_parameters_in_four_bits_fit_on_a_small_card(task, has_room, tmp_path, capsys):
+    text = f"""
+    task: {task}
+    actor: {{model: Qwen/Qwen3-8B}}
+    data: {{path: rows.jsonl, max_length: 2048{", output_key: answer" if task == "sft" else ""}}}
+    train: {{dtype: bf16, lora: {{rank: 16}}, gradient_checkpointing: true, micro_batch_size: 1, batch_size: 64}}
+    """
+    if task == "rl":
+        text += "reward: {function: r.py}\n    rollout: {engine: vllm, batch_size: 8, memory_share: 0.6}\n"
+    path = tmp_path / "run.yaml"
+    path.write_text(textwrap.dedent(text))
+    asked = ["plan", str(path), "--inventory", f"1x1x{has_room}G"]
+    main([*asked, "train.load_in_4bit=true"])
+    assert capsys.readouterr().out.startswith("Fits")
+    main(asked)
+    assert not capsys.readouterr().out.startswith("Fits")
 
 
 def test_a_role_that_is_not_placed_goes_where_the_actor_is():

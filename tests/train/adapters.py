@@ -23,12 +23,16 @@ from transformers import (
     AutoModelForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
 )
 
 from hotseat.algorithms.adapters import merge_apart
 from hotseat.algorithms.digest import named_digests
+from hotseat.algorithms.nf4 import Nf4Linear, quantise
 from hotseat.errors import RunError, UserError
+from hotseat.placement.role_names import Part
 from hotseat.train.backend import Backend, LoraOptions, Outputs, TrainOptions
 from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch
@@ -54,6 +58,7 @@ from .conformance import (
 ALPHA, RANK = 12, 3
 LORA = replace(OPTIONS, lora=LoraOptions(RANK, ALPHA))
 BETA = 0.7
+NF4 = replace(LORA, has_nf4=True)
 AVERAGED = replace(OPTIONS, average_decay=BETA)
 
 
@@ -327,6 +332,113 @@ def layers_that_cannot_have_adapters_are_named(make: Make, directory: Path) -> N
             make(tiny_model(), replace(LORA, lora=LoraOptions(RANK, target_modules=targets)))
 
 
+# --- a base in NF4 ----------------------------------------------------------------------------------------------------
+
+
+def wide_model() -> LlamaForCausalLM:
+    """Make a model whose rows have whole blocks."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, initializer_range=0.1, **sizes))
+
+
+def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Return the model that computes with what NF4 keeps of the weights of layers."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            layer.weight.data = Nf4Linear(layer).dequantised(layer.weight.dtype)
+    return model
+
+
+def updates_beside_nf4_are_those_beside_the_rounded_weights(make: Make, directory: Path) -> None:
+    for options in (NF4, replace(NF4, gradient_checkpointing=True)):
+        ours, theirs = make(wide_model(), options), make(rounded(wide_model()), LORA)
+        for seed in range(3):
+            batch = split_by_count(some_segments(seed=seed), 4)
+            found, expected = (backend.update(batch, ClippedLoss(), 0.9) for backend in (ours, theirs))
+            assert found.loss == pytest.approx(expected.loss, abs=1e-6)
+            assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+        assert_close(copy_weights(ours), copy_weights(theirs))
+        assert ours.digest() == named_digests(copy_weights(ours).items())
+        with ours.without_adapters(), theirs.without_adapters():
+            scored = [backend.log_probs([some_segments()], 1.0)[0] for backend in (ours, theirs)]
+        torch.testing.assert_close(*scored, rtol=0, atol=1e-6)
+        for backend in (ours, theirs):
+            backend.close()
+
+
+def bytes_and_scales_leave_apart(make: Make, directory: Path) -> None:
+    backend, plain = make(wide_model(), NF4), dict(wide_model().named_parameters())
+    for dtype in (None, torch.float32):
+        apart = {name: tensor.clone() for name, tensor in backend.weights(dtype=dtype, form="apart")}
+        assert backend.digest(dtype=dtype, form="apart") == named_digests(apart.items())
+        assert len(apart) == len(plain) + 14 + 2 * 14
+        packed, scales = quantise(plain["model.layers.1.mlp.down_proj.weight"].detach())
+        assert torch.equal(apart["model.layers.1.mlp.down_proj.weight"], packed)
+        assert torch.equal(apart["model.layers.1.mlp.down_proj.absmax"], scales)
+    backend.close()
+
+
+def a_base_in_nf4_is_offloaded_and_comes_back(make: Make, directory: Path) -> None:
+    backend, batch = make(wide_model(), NF4), some_segments()
+    if Part.WEIGHTS not in backend.movable:
+        return
+    before, digest = backend.log_probs([batch], 1.0), backend.digest(form="apart")
+    packed = sum(tensor.nbytes for tensor in backend._outgoing.packed())
+    moved = backend.offload([Part.WEIGHTS])
+    assert moved.num_bytes > packed
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in backend._outgoing.packed())
+    backend.onload([Part.WEIGHTS])
+    assert backend.digest(form="apart") == digest
+    torch.testing.assert_close(backend.log_probs([batch], 1.0), before, rtol=0, atol=0)
+    backend.close()
+
+
+def adapters_beside_nf4_go_on_bit_identically_on_the_same_base_alone(make: Make, directory: Path) -> None:
+    backend = make(wide_model(), NF4)
+    train(backend, range(2))
+    backend.save(directory / "state")
+    train(backend, range(2, 4))
+    resumed = make(wide_model(), NF4)
+    resumed.load(directory / "state")
+    train(resumed, range(2, 4))
+    assert_identical(copy_weights(resumed), copy_weights(backend))
+    changed = wide_model()
+    with torch.no_grad():
+        changed.model.layers[0].mlp.up_proj.weight[3, 7] = 0.9
+    other, plain = make(changed, NF4), make(wide_model(), LORA)
+    with pytest.raises(RunError, match=r"not those of the current model: model.layers.0.mlp.up_proj.weight differs"):
+        other.load(directory / "state")
+    with pytest.raises(RunError, match=r"not those of the current model: "):
+        plain.load(directory / "state")
+    for each in (backend, resumed, other, plain):
+        each.close()
+
+
+def a_base_in_nf4_is_exported_merged(make: Make, directory: Path) -> None:
+    rounded(wide_model()).save_pretrained(directory / "rounded")
+    batch = some_segments()
+    backend = make(wide_model(), NF4)
+    train(backend, range(3))
+    backend.export(directory / "export")
+    (scored,) = backend.log_probs([batch], 1.0)
+    backend.close()
+    merged = AutoModelForCausalLM.from_pretrained(directory / "export").eval()
+    base = AutoModelForCausalLM.from_pretrained(directory / "rounded")
+    adapted = PeftModel.from_pretrained(base, directory / "export" / "adapter").eval()
+    for model in (merged, adapted):
+        torch.testing.assert_close(plain_outputs(model, batch, 1.0).log_probs.detach(), scored, rtol=0, atol=1e-5)
+
+
+def sixteen_bit_compute_exports_sums_that_are_rounded_once(make: Make, directory: Path) -> None:
+    backend = make(wide_model(), replace(NF4, precision="bf16_master"))
+    train(backend, range(2))
+    backend.export(directory / "export")
+    expected = {name: weight.bfloat16() for name, weight in copy_weights(backend, dtype=torch.float32).items()}
+    assert_identical(load_file(directory / "export" / "model.safetensors"), expected)
+    backend.close()
+
+
 # --- the moving average -----------------------------------------------------------------------------------------------
 
 
@@ -370,6 +482,12 @@ ONE_RANK: tuple[Callable[[Make, Path], None], ...] = (
     updates_of_adapters_without_memory_drop_the_same_when_made_again,
     sixteen_bit_compute_has_a_sixteen_bit_base,
     layers_that_cannot_have_adapters_are_named,
+    updates_beside_nf4_are_those_beside_the_rounded_weights,
+    bytes_and_scales_leave_apart,
+    a_base_in_nf4_is_offloaded_and_comes_back,
+    adapters_beside_nf4_go_on_bit_identically_on_the_same_base_alone,
+    a_base_in_nf4_is_exported_merged,
+    sixteen_bit_compute_exports_sums_that_are_rounded_once,
     the_average_is_written_out,
 )
 
@@ -381,12 +499,12 @@ def _trains(options: TrainOptions) -> Scenario:
     """Three updates; what is then exported, the weights or their average."""
 
     def scenario(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
-        backend = make(tiny_model(), options)
+        backend = make(wide_model() if options.has_nf4 else tiny_model(), options)
         for step in range(3):
             work = split_by_count(some_segments(12, seed=step), 3)
             backend.update(share_of(work, (3, 1), rank, num_ranks), ClippedLoss(), 0.9)
         live = copy_weights(backend, bucket_bytes=5000)
-        path = directory / f"export-{options.average_decay}-{options.lora is not None}-{num_ranks}"
+        path = directory / f"export-{options.average_decay}-{options.lora is not None}-{options.has_nf4}-{num_ranks}"
         with backend.averaged() if options.average_decay is not None else nullcontext():
             backend.export(path)
         backend.close()
@@ -443,6 +561,7 @@ def _goes_on(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str
 SCENARIOS: dict[str, Scenario] = {
     "trains_adapters": _trains(LORA),
     "trains_adapters_checkpointed": _trains(replace(LORA, gradient_checkpointing=True)),
+    "trains_beside_nf4": _trains(NF4),
     "averages": _trains(AVERAGED),
     "averages_adapters": _trains(replace(LORA, average_decay=BETA)),
     "digests_of_adapters": _digests,

@@ -87,10 +87,11 @@ class RolloutConfig(Section):
     """Have vLLM keep the weights of linear layers, and compute with them, in FP8; unset is the model's dtype."""
     kv_cache_dtype: Annotated[Literal["fp8"] | None, when.engine_has("kv_cache_dtype")] = None
     """Have vLLM keep the KV cache in FP8, on GPUs; unset is the model's dtype."""
-    lora_sync: Annotated[Literal["merged", "adapter"], when.LORA, when.engine_has("lora_sync"), MayChange.ENGINE] = (
-        "merged"
-    )
-    """Send vLLM all weights with adapters merged in, or adapters alone, which it applies beside the weights it has."""
+    lora_sync: Annotated[
+        Literal["merged", "adapter"] | None, when.LORA, when.engine_has("lora_sync"), MayChange.ENGINE
+    ] = None
+    """Send vLLM all weights with adapters merged in, or adapters alone, which it applies beside the weights it has;
+    unset: merged, or with train.load_in_4bit adapters alone."""
     weight_transport: Annotated[Literal["auto", "nccl", "gloo"], when.OTHER_DEVICES, MayChange.ENGINE] = "auto"
     """How weights reach engines on other devices; engines on the actor's devices always share memory."""
     enable_offload: Annotated[bool | None, MayChange.PLACEMENT] = None

@@ -205,6 +205,8 @@ def _reference(launch: LaunchContext) -> Worker:
         weights = reference.teacher_weights or None
         teachers = {name: source_of(config, model) for name, model in reference.teachers.items()}
         return TeachersWorker, (teachers, weights, options)
+    if reference.model is None:  # the policy as it was, in the bits that it is frozen in
+        options = replace(options, has_nf4=config.train.load_in_4bit)
     return ModelWorker, (source_of(config, reference.model or config.actor.model), options)
 
 

@@ -20,7 +20,7 @@ from hotseat.config.presence import (
     has_simulator,
     has_teacher_alone,
 )
-from hotseat.config.resolved import judge_length, max_new_tokens, source_of
+from hotseat.config.resolved import judge_length, max_new_tokens, sends_adapters_alone, source_of
 from hotseat.config.urls import as_list
 from hotseat.data.images import ImageLimits
 from hotseat.envs.family_loading import SimulatorSettings
@@ -66,11 +66,13 @@ def engine_dtype(config: Config) -> str:
 
 def are_adapters_alone(config: Config, on_gpu: bool) -> bool:
     """Tell whether engines get adapters without the other weights. Raises if these could not apply them."""
-    if config.rollout.lora_sync == "merged":
+    if not sends_adapters_alone(config):
         return False
     kind = engine_kind(config.rollout.engine)
     problem = kind.adapter_problem(config.train.lora.rank, engine_dtype(config), is_cpu=not on_gpu)
     if problem is not None:
+        if config.train.load_in_4bit:
+            raise UserError(f"train.load_in_4bit: {problem}, and nothing can be merged into 4 bits: unset it")
         raise UserError(f"rollout.lora_sync is adapter: {problem}; set it to merged")
     return True
 
@@ -104,6 +106,7 @@ def engine_settings(
         adapter_targets=() if lora is None else lora.target_modules,
         images=image_options(config),
         fp8_weights=rollout.quantization is not None,
+        has_nf4=config.train.load_in_4bit,
         fp8_cache=rollout.kv_cache_dtype is not None,
     )
     return EngineSettings(

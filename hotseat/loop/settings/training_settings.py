@@ -51,6 +51,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         aux_loss_coefficient=config.algorithm.aux_loss_coef if is_trained else 0.0,
         replays_routing=config.rollout.routing_replay and is_trained,
         lora=lora_options(config) if is_trained else None,
+        has_nf4=config.train.load_in_4bit and is_trained,
         average_decay=train.ema.beta if train.ema.enabled and is_trained else None,
         gradient_checkpointing=train.gradient_checkpointing,
         checkpointed_layers=num_checkpointed(config),
