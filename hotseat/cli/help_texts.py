@@ -103,22 +103,25 @@ exit codes:
 examples:
   hotseat diagnose runs/rl-1
   hotseat diagnose runs/rl-1 --json
+  hotseat diagnose runs/rl-1 --try                        the cure of the first cause, in runs/rl-1-try-1
+  hotseat diagnose runs/rl-1 --try algorithm.kl.coef=0.01 --steps 50
 
 Causes are in the order of likelihood: the ones that began first, then what they bring about. docs/diagnosing.md lists
-the rules. Everything is read from RUN_DIR, during the run, too.
+the rules. Everything is read from RUN_DIR, during the run, too, and nothing is written there.
 
 exit codes:
-  0    healthy: no rule fires, and it did not fail
+  0    healthy: no rule fires, and it did not fail; with --try: the cure helped
   1    the records could not be read
   2    RUN_DIR holds no run
-  3    there is a likely cause""",
+  3    there is a likely cause, or it failed; with --try: the cure did not help""",
     "replay": """\
 examples:
   hotseat replay runs/rl-1                      the same weights, bit for bit, in runs/rl-1-replay-1
   hotseat replay runs/rl-1 algorithm.clip_low=0.1
+  hotseat replay runs/rl-1 --from-step 40 --to-step 44 --evaluate
 
-For debugging: groups come from RUN_DIR/rollouts in the recorded order, so nothing is sampled, scored or evaluated. Exit
-code 1: the weights at its end are not those of the recorded run.
+Groups come from RUN_DIR/rollouts in the recorded order, so nothing is sampled or scored to learn from. Exit code 1: the
+weights at its end are not those of the recorded run.
 """,
     "ledger": """\
 examples:

@@ -153,11 +153,15 @@ def _add_runs(commands: _Commands, command: str) -> None:
     if command == "resume":
         resume.epilog = f"{resume.epilog}\n{_what_may_change()}\n\n{help_texts.RUN_EXIT_CODES}"
 
-    replay = _command(
-        commands, "replay", "cli.replay:run_replay", "train a recorded run again from its kept groups, without engines"
-    )
+    text = "train a recorded run again from its kept groups, or a part of it"
+    replay = _command(commands, "replay", "cli.replay:run_replay", text)
     replay.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run that had log.keep_rollouts=true")
     offline_arguments.add_overrides(replay, "settings that are to differ from the run's")
+    replay.add_argument(
+        "--from-step", type=int, default=0, metavar="STEP", help="begin with the checkpoint of this step (default: 0)"
+    )
+    replay.add_argument("--to-step", type=int, metavar="STEP", help="end after this step (default: the last one kept)")
+    replay.add_argument("--evaluate", action="store_true", help="evaluate as the run did, which starts an engine")
 
 
 def _add_records(commands: _Commands) -> None:
@@ -169,6 +173,15 @@ def _add_records(commands: _Commands) -> None:
         look = _command(commands, name, run, text)
         look.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
         look.add_argument("--json", action="store_true", help="print a JSON object instead")
+    look.add_argument(
+        "--try",
+        dest="trial",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="try a cure from a checkpoint before the harm, in a directory of its own: these settings, or without any"
+        " those of the first cause",
+    )
+    look.add_argument("--steps", type=int, metavar="N", help="steps that a trial may take at most (default: 30)")
 
     ledger = _command(
         commands,

@@ -1,56 +1,58 @@
-"""`hotseat replay`: trains a recorded run again without engines, and compares the weights."""
+"""`hotseat replay`: trains a recorded run again from kept groups, and compares the weights."""
 
 from __future__ import annotations
 
 import argparse
 import filecmp
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from hotseat.checks.run_directory import CONFIG
-from hotseat.config import Config, loads_saved
+from hotseat.config import Config
 from hotseat.config.schema.data_options import EvaluationConfig
-from hotseat.config.schema.record_options import CheckpointConfig, WandbConfig
+from hotseat.config.schema.record_options import CheckpointConfig
 from hotseat.errors import UserError
+from hotseat.loop.state.fork import directory_of, fork, forked
 from hotseat.loop.state.saving import MODEL
+from hotseat.loop.steering import Steering
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
     """Replay a run; print whether its weights are those of the recorded run, if that has ended. Return an exit code."""
-    run_dir = Path(arguments.run_dir)
-    config = replay_config(run_dir, arguments.overrides)
-    from hotseat.loop.rl.stream import Recording
-    from hotseat.loop.run import start
+    run_dir, start, end = Path(arguments.run_dir), arguments.from_step, arguments.to_step
+    if start < 0 or (end is not None and end <= start):
+        raise UserError(f"steps {start} to {end}: --from-step is a checkpoint's step, or 0, and --to-step is after it")
+    config = replay_config(run_dir, "replay", start, arguments.overrides, evaluates=arguments.evaluate)
+    last_step = replay(run_dir, config, start, end)
+    if end is not None:
+        print(f"steps {start + 1} to {last_step} are done; models are compared without --to-step")
+        return 0
+    return _compare(run_dir / MODEL, directory_of(config) / MODEL)
 
-    recording = Recording(run_dir)
-    print(f"replay: the {recording.num_steps} recorded steps of {run_dir}, into {_directory(config)}")
-    start(config, recording=recording)
-    return _compare(run_dir / MODEL, _directory(config) / MODEL)
 
-
-def replay_config(run_dir: Path, overrides: Sequence[str]) -> Config:
+def replay_config(run_dir: Path, suffix: str, start: int, overrides: Sequence[str], evaluates: bool) -> Config:
     """Return the config of a run's replay, which is a run of its own beside it."""
-    path = run_dir / CONFIG
-    if not path.is_file():
-        raise UserError(f"{run_dir} holds no run: there is no {path}")
-    config = loads_saved(path.read_text(), overrides)
-    names = (f"{run_dir.name}-replay-{number}" for number in itertools.count(1))
-    log = {"keep_rollouts": False, "tensorboard_path": None, "wandb": WandbConfig()}
+    config = forked(run_dir, suffix, start, overrides)
+    resumes, allowed = config.checkpoint.resume, config.checkpoint.allow_changes
     return config.model_copy(
         update={
-            "run_dir": str(run_dir.parent),
-            "name": next(name for name in names if not (run_dir.parent / name).exists()),
-            "eval": EvaluationConfig(),  # without engines nothing can be evaluated
-            "checkpoint": CheckpointConfig(every_minutes=0),
-            "log": config.log.model_copy(update=log),
+            "eval": config.eval if evaluates else EvaluationConfig(),
+            "checkpoint": CheckpointConfig(every_minutes=0, resume=resumes, allow_changes=allowed),
+            "log": config.log.model_copy(update={"keep_rollouts": False}),
         }
     )
 
 
-def _directory(config: Config) -> Path:
-    assert config.name is not None
-    return Path(config.run_dir) / config.name
+def replay(run_dir: Path, config: Config, start: int, end: int | None, steering: Steering | None = None) -> int:
+    """Replay steps of a run after `start`, to `end` or as far as groups were kept; return the last one."""
+    from hotseat.loop.rl.stream import Recording
+    from hotseat.loop.run import start as start_run
+
+    recording = Recording(run_dir, start, end)
+    steps = f"the {recording.last_step} recorded steps" if start == 0 else f"steps {start + 1} to {recording.last_step}"
+    print(f"replay: {steps} of {run_dir}, into {directory_of(config)}")
+    with fork(run_dir, start, config):
+        start_run(config, recording=recording, steering=steering)
+    return recording.last_step
 
 
 def _compare(recorded: Path, replayed: Path) -> int:

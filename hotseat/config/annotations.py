@@ -69,6 +69,16 @@ class MayChange(Enum):
     LIMITS = "limits and warnings"
 
 
+class Acts(Enum):
+    """When an option acts, or a section without its exceptions: samples stay as they are if it does so afterwards.
+
+    An option without it acts while sampling. Of several around an option, the innermost counts.
+    """
+
+    WHILE_SAMPLING = "while sampling"
+    AFTER_SAMPLING = "after sampling"
+
+
 @dataclass(frozen=True, eq=False)
 class NameIn:
     """Marks a field whose values are the names in a table, as they are when a config is read."""

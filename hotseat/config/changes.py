@@ -6,8 +6,8 @@ A change after which the run could not end bit for bit as if uninterrupted is re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hotseat.config.annotations import MayChange
@@ -48,35 +48,21 @@ def may_change(config: Config | None = None) -> list[tuple[str, tuple[str, ...]]
 
 def changes_between(saved: str, config: Config) -> list[Change]:
     """List the changes since a checkpoint with the `saved` config was written; raise UserError for forbidden ones."""
-    before = loads_saved(saved)
-    resumed = with_dtype_of(config, before)
-    then, now = _flat(before.model_dump(mode="json")), _flat(resumed.model_dump(mode="json"))
     allowed = config.checkpoint.allow_changes
     known = list(valid_keys())
     for key in allowed:
         if not any(_is_below(each, [key]) for each in known):
             raise UserError(f"--allow-change {key}: unknown key; {nearest_key(tuple(key.split('.')))}")
-    free = [key for _, keys in may_change(config) for key in keys]
-    different = [key for key in dict.fromkeys((*now, *then)) if then.get(key) != now.get(key)]
-    idle = {key for key, _ in no_effect(resumed, different)}
+    free = _free_keys(config)
     accepted: list[Change] = []
     refused: list[Change] = []
-    for key in different:
-        old, new = then.get(key), now.get(key)
-        # What the run chose before is taken from the checkpoint.
-        is_budget = key.endswith("chosen_tokens_per_device")
-        is_left = new is None and (is_budget or key in ("rollout.num_engines", "rollout.num_slots"))
-        is_taken_over = is_left or (key == "train.checkpointed_layers" and new == "auto")
-        # FP8 decides the default of algorithm.correction, so it counts even where another engine has no such option.
-        is_idle = key in idle and key not in FP8_KEYS
-        if is_taken_over or is_idle or _is_below(key, _SILENT):
-            continue
-        if _is_below(key, free):
-            accepted.append(Change(key, old, new))
-        elif _is_below(key, allowed) and not _is_below(key, _NEVER):
-            accepted.append(Change(key, old, new, is_allowed=True))
+    for change in _differences(saved, config):
+        if _is_below(change.key, free):
+            accepted.append(change)
+        elif _is_below(change.key, allowed) and not _is_below(change.key, _NEVER):
+            accepted.append(replace(change, is_allowed=True))
         else:
-            refused.append(Change(key, old, new))
+            refused.append(change)
     if refused:
         raise UserError(_changes_error(refused, [change.key for change in accepted if change.is_allowed]))
     used = [change.key for change in accepted if change.is_allowed]
@@ -87,6 +73,36 @@ def changes_between(saved: str, config: Config) -> list[Change]:
             " permission; leave it out"
         )
     return accepted
+
+
+def keys_to_allow(saved: str, config: Config) -> list[str]:
+    """List what differs from a checkpoint with the `saved` config and may not, unless the user names it."""
+    kept = (*_free_keys(config), *_NEVER)
+    return [change.key for change in _differences(saved, config) if not _is_below(change.key, kept)]
+
+
+def _free_keys(config: Config) -> list[str]:
+    return [key for _, keys in may_change(config) for key in keys]
+
+
+def _differences(saved: str, config: Config) -> Iterator[Change]:
+    """Yield what a resumed run has otherwise, except what it takes over from the checkpoint and what has no effect."""
+    before = loads_saved(saved)
+    resumed = with_dtype_of(config, before)
+    then, now = _flat(before.model_dump(mode="json")), _flat(resumed.model_dump(mode="json"))
+    different = [key for key in dict.fromkeys((*now, *then)) if then.get(key) != now.get(key)]
+    idle = {key for key, _ in no_effect(resumed, different)}
+    for key in different:
+        old, new = then.get(key), now.get(key)
+        # What the run chose before is taken from the checkpoint.
+        is_budget = key.endswith("chosen_tokens_per_device")
+        is_left = new is None and (is_budget or key in ("rollout.num_engines", "rollout.num_slots"))
+        is_taken_over = is_left or (key == "train.checkpointed_layers" and new == "auto")
+        # FP8 decides the default of algorithm.correction, so it counts even where another engine has no such option.
+        is_idle = key in idle and key not in FP8_KEYS
+        if is_taken_over or is_idle or _is_below(key, _SILENT):
+            continue
+        yield Change(key, old, new)
 
 
 def _changes_error(refused: Sequence[Change], allowed: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from hotseat.checks.model_configs import eos_token_ids
 from hotseat.checks.pipeline import check_prerequisites
 from hotseat.cluster import Template
 from hotseat.config import Config
+from hotseat.config.presence import has_evaluation
 from hotseat.config.resolved import resolved_notes
 from hotseat.loop import opening
 from hotseat.loop.inputs import rl_inputs, supervised_inputs
@@ -41,7 +42,8 @@ def start(
 
     launched: this process is one rank of several that a launcher started. view: the live view, if it is open already.
     notes: earlier findings, to record in the run. template: process that has loaded libraries, from which workers are
-    forked. recording: groups of the run that is replayed; None: groups are sampled. steering: of a script.
+    forked. recording: groups of the run that is replayed, which has engines only if it evaluates; None: groups are
+    sampled. steering: of a script.
     """
     with clock.of_one_run(), view or make_view(config, launched) as view:
         check_prerequisites(config)
@@ -79,7 +81,8 @@ def _start_rl(
             _remove_images(run)
             return run.evaluation
         journal, saver = run.journal, run.saver
-        pinged = [role.name for role in ROLES.values() if role.answers_pings and recording is None]
+        has_engines = recording is None or has_evaluation(config)
+        pinged = [role.name for role in ROLES.values() if role.answers_pings and has_engines]
         with opening.cluster_context(run, inputs.plan, pinged, template) as context:
             opening.record_plan(journal, context, resolved_notes(context.config))
             record_prediction(context.config, context.plan, run.run_dir, journal.say)

@@ -1,4 +1,4 @@
-"""Moments between steps at which a script may watch and steer its run."""
+"""Moments between steps at which a script, or a command, may watch and steer a run."""
 
 from __future__ import annotations
 
@@ -27,4 +27,21 @@ class Steering:
 
     def stepped(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, float]:
         """Take note of a step's metrics, before they are recorded; return further ones."""
+        return {}
+
+
+class EndsAfter(Steering):
+    """Ends a run after a step, or after the first step for which `is_over` says so of its metrics."""
+
+    def __init__(self, step: int, is_over: Callable[[Mapping[str, Any]], bool] = lambda metrics: False):
+        self._step, self._is_over = step, is_over
+        self._saver: Saver | None = None
+
+    def begin(self, run_dir: Path, saver: Saver, say: Callable[[str], object]) -> None:
+        self._saver = saver
+
+    def stepped(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, float]:
+        if step >= self._step or self._is_over(metrics):
+            assert self._saver is not None, "a step before the run has begun"
+            self._saver.end_after_step()
         return {}

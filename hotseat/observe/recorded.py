@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,10 @@ class Curve:
         first = self.steps.index(step)
         return Curve(self.steps[first:], self.raw[first:])
 
+    def until(self, step: int) -> Curve:
+        number = bisect.bisect_right(self.steps, step)
+        return Curve(self.steps[:number], self.raw[:number])
+
     def within(self, low: int, high: int) -> list[float]:
         """Return the values as recorded of the steps from `low` to `high`, both included."""
         return [value for step, value in zip(self.steps, self.raw, strict=True) if low <= step <= high]
@@ -108,6 +113,20 @@ class Recorded:
     reasons: Mapping[str, str] = field(default_factory=dict)
     not_finite: Mapping[str, int] = field(default_factory=dict)
     error: str | None = None
+
+    def until(self, step: int) -> Recorded:
+        """Return the records as they were after a step, but for counts of samples and the range of rewards."""
+        if step >= max((curve.steps[-1] for curve in self.curves.values() if curve), default=0):
+            return self
+        cut = {name: curve.until(step) for name, curve in self.curves.items()}
+        return replace(
+            self,
+            curves={name: curve for name, curve in cut.items() if curve},
+            passes={number: first for number, first in self.passes.items() if first <= step},
+            failed_shares={each: share for each, share in self.failed_shares.items() if each <= step},
+            not_finite={name: first for name, first in self.not_finite.items() if first <= step},
+            error=None,
+        )
 
     def curve(self, name: str) -> Curve:
         """Return the curve of a metric; an empty one where it was never measured."""

@@ -33,7 +33,8 @@ class RoleEntry:
     turn: its place in the order of work in a step. present_if, work: for docs. parts: that it can keep on a device.
     section: of the config, with its options. is_independent: its processes work independently of each other, and one
     process can hold several. answers_pings: its processes do so while they work. gets_weights: those of the actor, in
-    every sync. makes_groups: it works on samples before they are learned from, so a replay has no such role.
+    every sync. makes_groups: it works on samples before they are learned from, so a replay that
+    evaluates nothing has no such role.
     """
 
     name: str

@@ -22,10 +22,12 @@ from hotseat.config import Config, loads
 from hotseat.config import conditions as when
 from hotseat.config.annotations import tables_of
 from hotseat.config.load import check, fields_of, validate
-from hotseat.config.schema import conditions_of, tasks_of
+from hotseat.config.schema import acts_after_sampling, conditions_of, tasks_of
 from hotseat.config.unsupported import unsupported
 from hotseat.config.yaml_lines import Document, read_yaml
 from hotseat.errors import Problem
+from hotseat.loop.rl.rollout import group_filter
+from hotseat.loop.settings.rollout_settings import engine_settings, host_settings, rollout_sampling
 from hotseat.loop.start import start
 
 pytestmark = pytest.mark.slow
@@ -301,3 +303,15 @@ def test_every_key_is_named_in_a_run_with(task, kind):
         "adapters": lambda: rl_yaml(task, train=lora, algorithm="{filtering: {enabled: true, high: 9}}", **SAVED),
     }[kind]()
     assert unnamed_keys(text, used_by(text)) == []
+
+
+def test_no_key_that_acts_after_sampling_is_read_to_sample(task):
+    watch = Watch()
+    config = watch.over(loads(rl_yaml(task)))
+    host_settings(config, task)
+    engine_settings(config, (1,), task)
+    rollout_sampling(config)
+    group_filter(config, ())
+    leaves = {key for key, _ in fields_of(Config)} & watch.keys
+    assert "rollout.temperature" in leaves
+    assert {key for key in leaves if acts_after_sampling(key)} == set()

@@ -183,6 +183,17 @@ def test_a_run_that_failed_for_no_known_cause_is_not_called_healthy(tmp_path, ca
     assert (facts["healthy"], facts["causes"], facts["unknown"]["looked_at"]) == (False, [], ["reward"])
 
 
+def test_a_run_that_learned_until_an_error_is_not_called_healthy(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("task: rl\nactor: {model: m}\ndata: {path: d}\n")
+    write_lines(tmp_path / "metrics.jsonl", *({"step": step, "reward": reward} for step, reward in enumerate(RISES)))
+    (tmp_path / "heartbeat.json").write_text(json.dumps({"error": "the disk is full\nand more"}))
+    assert main(["diagnose", str(tmp_path)]) == 3
+    said = capsys.readouterr().out
+    assert "it ended with an error: the disk is full\nno rule fires: until that error it learned as" in said
+    assert main(["diagnose", str(tmp_path), "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["healthy"] is False
+
+
 def test_few_steps_are_called_neither_failed_nor_healthy(tmp_path, capsys):
     write_lines(tmp_path / "metrics.jsonl", {"step": 1, "reward": 0.2}, {"step": 2, "reward": 0.1})
     assert main(["diagnose", str(tmp_path)]) == 0

@@ -81,9 +81,9 @@ def test_a_synchronous_run_with_every_role_is_replayed(task, capsys):
     assert replay(task, "actor.optimizer.learning_rate=1e-3") == 1
     assert f"other weights than {run}/model" in capsys.readouterr().out
     # Only steps whose groups are all there are replayed.
-    assert Recording(run).num_steps == 4
+    assert Recording(run).last_step == 4
     drop(run, step=3)
-    assert Recording(run).num_steps == 2
+    assert Recording(run).last_step == 2
     assert replay(task) == 1
     assert "the 2 recorded steps of" in capsys.readouterr().out
     drop(run, step=1)

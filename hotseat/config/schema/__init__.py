@@ -3,7 +3,8 @@
 Defaults are defined only here. `None` means "not set": the option is derived, absent, or decided as needed; the
 field's description says which. Beside its type, or beside that of a section around it, an option has what it takes
 to have an effect: `InTasks`, of which the innermost count and without which it has one in all tasks, and conditions of
-`conditions.py` (`when.LORA`), which must all hold. `MayChange` is beside what may change when a run resumes.
+`conditions.py` (`when.LORA`), which must all hold. `MayChange` is beside what may change when a run resumes,
+`Acts` beside what leaves samples as they are.
 `presence.py` derives the roles of a run from the tree; what contradicts what is in `conflicts.py`.
 """
 
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel
 
 from hotseat.config import conditions as when
-from hotseat.config.annotations import ALL, RL, RL_OR_DPO, InTasks, MayChange, TaskName
+from hotseat.config.annotations import ALL, RL, RL_OR_DPO, Acts, InTasks, MayChange, TaskName
 from hotseat.config.schema.algorithm_options import AlgorithmConfig
 from hotseat.config.schema.cluster_options import ClusterConfig, OverlapConfig, PhaseConfig
 from hotseat.config.schema.data_options import DataConfig, EvaluationConfig
@@ -52,7 +53,7 @@ class Config(Section):
     """How far phases on separate devices may run ahead."""
     actor: ActorConfig = ActorConfig()
     """The policy."""
-    critic: Annotated[CriticConfig, RL, when.CRITIC] = CriticConfig()
+    critic: Annotated[CriticConfig, RL, when.CRITIC, Acts.AFTER_SAMPLING] = CriticConfig()
     """The value model, of estimators with a critic."""
     reference: Annotated[ReferenceConfig, RL_OR_DPO, when.REFERENCE, when.COMPARED, when.OTHER_REFERENCE] = (
         ReferenceConfig()
@@ -72,9 +73,9 @@ class Config(Section):
     """How prompts become episodes."""
     data: DataConfig = DataConfig()
     """Prompts, examples or pairs."""
-    algorithm: Annotated[AlgorithmConfig, RL] = AlgorithmConfig()
+    algorithm: Annotated[AlgorithmConfig, RL, Acts.AFTER_SAMPLING] = AlgorithmConfig()
     """Advantages, losses and KL."""
-    train: TrainConfig = TrainConfig()
+    train: Annotated[TrainConfig, Acts.AFTER_SAMPLING] = TrainConfig()
     """How models are trained."""
     eval: Annotated[EvaluationConfig, MayChange.EVALUATION] = EvaluationConfig()
     """Evaluation."""
@@ -126,6 +127,12 @@ def conditions_of(key: str) -> list[tuple[str, when.Condition | when.Beside]]:
     """Return (section, condition) of all that must hold for the option at a dotted key to have an effect."""
     kinds = (when.Condition, when.Beside)
     return [(section, each) for section, each in annotations_of(key) if isinstance(each, kinds)]
+
+
+def acts_after_sampling(key: str) -> bool:
+    """Tell whether the option at a dotted key leaves samples as they are."""
+    acts = [each for _, each in annotations_of(key) if isinstance(each, Acts)]
+    return acts[-1:] == [Acts.AFTER_SAMPLING]
 
 
 def changeable_keys(subject: MayChange) -> tuple[str, ...]:

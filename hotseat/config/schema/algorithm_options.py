@@ -11,6 +11,7 @@ from hotseat.config.annotations import (
     ALL,
     DPO,
     RM,
+    Acts,
     CorrectionName,
     DivergenceName,
     EstimatorName,
@@ -114,7 +115,7 @@ class RewardModellingConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    estimator: EstimatorName | FunctionPath = DEFAULT_ESTIMATOR
+    estimator: Annotated[EstimatorName | FunctionPath, Acts.WHILE_SAMPLING] = DEFAULT_ESTIMATOR
     """Advantage estimator, or a custom one, `my.py:function`."""
     time_step: Literal["token", "action", "chunk"] = "token"
     """Step of time of gae and of the ratio: a token, an action of a simulator, or a chunk of actions (or turn)."""
@@ -152,13 +153,13 @@ class AlgorithmConfig(Section):
     """Weight of the balancing loss of a mixture of experts: a mean over micro-batches, weighted by their tokens."""
     distill_coef: Amount = 0.0
     """Weight of on-policy distillation in the advantages, from `reference.model` or `reference.teachers`; 0 is none."""
-    distill: DistillConfig = DistillConfig()
+    distill: Annotated[DistillConfig, Acts.WHILE_SAMPLING] = DistillConfig()
     """Distillation from the teacher's whole distribution, from `reference.model` or `reference.teachers`."""
     kl: KlConfig = KlConfig()
     """KL to the reference policy."""
     correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction."""
-    filtering: FilteringConfig = FilteringConfig()
+    filtering: Annotated[FilteringConfig, Acts.WHILE_SAMPLING] = FilteringConfig()
     """DAPO's dynamic filtering."""
     dpo: Annotated[DpoConfig, DPO] = DpoConfig()
     """Preference optimisation (task dpo)."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hotseat.config import conditions as when
-from hotseat.config.annotations import RL, MayChange
+from hotseat.config.annotations import RL, Acts, MayChange
 from hotseat.config.schema.section import AboveZero, Amount, Decay, Fraction, NotNegative, Section, Share
 
 
@@ -53,7 +53,7 @@ class ActorConfig(Section):
     """The model's config.json, or the part that sizes it, for planning without the model at hand."""
     rope_scaling: dict[str, Any] | None = None
     """Stretch the positions of `model`, in every role that loads it, such as `{rope_type: yarn, factor: 4}`."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: Annotated[OptimizerConfig, Acts.AFTER_SAMPLING] = OptimizerConfig()
     """How the policy is optimised."""
     enable_offload: Annotated[bool | None, RL, MayChange.PLACEMENT] = None
     """Offload weights, gradients and optimizer between phases: true always, false never, unset as needed."""

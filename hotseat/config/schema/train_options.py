@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hotseat.config import conditions as when
-from hotseat.config.annotations import RL, BackendName, MayChange
+from hotseat.config.annotations import RL, Acts, BackendName, MayChange
 from hotseat.config.schema.section import AboveOne, Decay, NotNegative, Positive, Section
 from hotseat.registry.backends import DEFAULT_BACKEND, backend_entry
 
@@ -64,7 +64,7 @@ class TrainConfig(Section):
     """Passes over the prompts (rl)."""
     max_epochs: Annotated[Positive, MayChange.PASSES] = 1
     """Passes over each rollout (rl) or over the data (sft, rm, dpo)."""
-    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"] | None, Acts.WHILE_SAMPLING] = None
     """Type of the computation; unset: bf16 on GPUs, fp32 on CPUs. A run writes it into its own config."""
     fp32_master: Annotated[bool, when.MASTERS] = True
     """Keep fp32 master weights beside a 16-bit computation."""
@@ -100,7 +100,7 @@ class TrainConfig(Section):
     """Low-rank adapters."""
     ema: EmaConfig = EmaConfig()
     """Moving average of the weights."""
-    full_determinism: bool = False
+    full_determinism: Annotated[bool, Acts.WHILE_SAMPLING] = False
     """Deterministic kernels of torch and, on GPUs, of vLLM: the same run has the same bits again, more slowly."""
 
     @property

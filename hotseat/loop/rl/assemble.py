@@ -123,8 +123,8 @@ def assemble(
         if recording is not None:
             group_restarts.max_restarts = 0  # a replay makes no checkpoints
         yield RlRun(
-            num_steps=num_steps if recording is None else min(num_steps, recording.num_steps),
-            has_evaluation=bool(inputs.eval_prompts) and recording is None,
+            num_steps=num_steps if recording is None else min(num_steps, recording.last_step),
+            has_evaluation=bool(inputs.eval_prompts),
             eval_every=config.eval.every,
             stream=stream,
             evaluate=partial(evaluate, runner, inputs.eval_prompts, inputs.eval_sets),
@@ -142,6 +142,7 @@ def assemble(
                 has_agent=has_agent(config),
                 components=components,
                 num_group_restarts=lambda: group_restarts.num_restarts,
+                is_replay=recording is not None,
             ),
             micro_batches=MicroBatches(groups.models, phase_settings, meter),
             samples=samples,

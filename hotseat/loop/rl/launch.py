@@ -16,6 +16,7 @@ from hotseat.checks.pipeline import DEVICES
 from hotseat.checks.stage import DeviceContext, run_checks
 from hotseat.cluster import WorkerGroup
 from hotseat.config.batches import BatchAlgebra
+from hotseat.config.presence import has_evaluation
 from hotseat.errors import RunError
 from hotseat.loop.opening import ClusterContext, folder_witness
 from hotseat.loop.rl.groups import Groups, RolloutHosts
@@ -44,14 +45,16 @@ def launch_groups(
 ) -> Groups:
     """Start all roles and connect them. They start together, unless engines have to measure their devices first.
 
-    recording: groups of the run that is replayed, which takes neither engines nor rewards; None: groups are sampled.
+    recording: groups of the run that is replayed, which takes engines and rewards only to evaluate; None: groups are
+    sampled.
     """
     assert algebra.schedule_length is not None
     config, cluster = context.config, context.cluster
     on_gpu = not are_devices_logical(cluster)
     adapters_alone = are_adapters_alone(config, on_gpu=on_gpu)
     run_checks(DeviceContext(config=config, on_gpu=on_gpu), DEVICES)
-    engines = engine_settings_of(context, eos_token_ids, run_dir / LOGS, adapters_alone) if recording is None else {}
+    samples = recording is None or has_evaluation(config)
+    engines = engine_settings_of(context, eos_token_ids, run_dir / LOGS, adapters_alone) if samples else {}
     host = host_settings(config, run_dir)
     with (
         closing(Readiness(journal.progress)) as readiness,
@@ -63,9 +66,9 @@ def launch_groups(
             cluster,
             algebra.schedule_length,
             engines,
-            host if recording is None else replaying(host, recording.folder),
+            host if recording is None else replaying(host, recording.folder, samples),
             proof,
-            is_replay=recording is not None,
+            samples,
         )
         launching = _Launching(launch, readiness, journal)
         launching.launch_all()
@@ -193,7 +196,11 @@ def check_spool(hosts: WorkerGroup[RolloutHost], folder: Path) -> None:
         )
 
 
-def replaying(host: HostSettings, recorded: Path) -> HostSettings:
-    """Return the settings of hosts that read groups from a folder of a recorded run: they neither sample nor score."""
+def replaying(host: HostSettings, recorded: Path, samples: bool) -> HostSettings:
+    """Return the settings of hosts that read groups from a folder of a recorded run.
+
+    samples: they also sample and score, for evaluations.
+    """
     folder = str(recorded.absolute())
-    return replace(host, agent=None, scorers=ScorerSettings(), spool=folder, kept_rollouts=folder)
+    reading = replace(host, spool=folder, kept_rollouts=folder)
+    return reading if samples else replace(reading, agent=None, scorers=ScorerSettings())

@@ -59,7 +59,7 @@ class LaunchContext:
     engines: dict[str, EngineSettings]
     host: HostSettings
     folder_proof: FolderProof | None
-    is_replay: bool  # which takes neither engines nor rewards
+    samples: bool  # a replay that evaluates nothing takes neither engines nor rewards
 
     @property
     def measures_its_device(self) -> bool:
@@ -110,7 +110,7 @@ class RoleRecord:
     def is_in(self, launch: LaunchContext) -> bool:
         if self.is_present is not None:
             return self.is_present(launch.config)
-        is_left_out = launch.is_replay and role_entry(self.name).makes_groups
+        is_left_out = not launch.samples and role_entry(self.name).makes_groups
         return self.name in roles_of(launch.config) and not is_left_out
 
     def options(self, launch: LaunchContext) -> dict[str, Any]:

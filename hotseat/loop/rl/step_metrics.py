@@ -39,6 +39,7 @@ class StepMetrics:
     has_agent: bool
     components: Components | None = None
     num_group_restarts: Callable[[], int] = lambda: 0
+    is_replay: bool = False
 
     def of_step(self, batch: Collected, updates: Updates, pushed: PushReport) -> dict[str, float]:
         measured = self.meter.metrics()
@@ -72,7 +73,7 @@ class StepMetrics:
         They have to be of the weights that are trained, of the whole distribution, and without dropout.
         """
         config = self.phase_settings.config
-        if config.overlap.staleness > 0 or is_filtered(config):
+        if self.is_replay or config.overlap.staleness > 0 or is_filtered(config):
             return False
         drops = config.train.lora.rank > 0 and config.train.lora.dropout > 0
         return not drops or self.phase_settings.policy.needs_old_log_probs

@@ -192,9 +192,13 @@ class SynchronousStream(Stream):
 
 
 class Recording:
-    """The batches of a recorded run whose groups were kept: those of its first steps, without a gap."""
+    """The batches of a recorded run whose groups were kept: those of the steps after `start`, without a gap."""
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: Path, start: int = 0, end: int | None = None):
+        """Find the batches of the steps after `start` up to `end`, all of which must be there.
+
+        end: None is as many as there are, but one at least.
+        """
         if not (run_dir / ARRIVALS).is_file() or not (run_dir / ROLLOUTS).is_dir():
             raise UserError(
                 f"{run_dir} cannot be replayed: it has no {ARRIVALS} or no {ROLLOUTS}; only runs with"
@@ -203,11 +207,12 @@ class Recording:
         self.folder = run_dir / ROLLOUTS
         self._spool = Spool(self.folder)
         self._batches = recorded_batches(run_dir)
-        self.num_steps = 0
-        while self._is_kept(self._batches.get(self.num_steps + 1)):
-            self.num_steps += 1
-        if self.num_steps == 0:
-            raise UserError(f"{run_dir} cannot be replayed: the groups of its first step are not in {self.folder}")
+        self.last_step = start
+        while self.last_step != end and self._is_kept(self._batches.get(self.last_step + 1)):
+            self.last_step += 1
+        if self.last_step < (start + 1 if end is None else end):
+            which = "its first step" if self.last_step == 0 else f"step {self.last_step + 1}"
+            raise UserError(f"{run_dir} cannot be replayed: the groups of {which} are not in {self.folder}")
 
     def batch(self, step: int) -> Collected:
         line = self._batches[step]
@@ -229,7 +234,7 @@ class Recording:
 
 
 class ReplayStream(Stream):
-    """Supplies the batches of a recording. Nothing is sampled or evaluated."""
+    """Supplies the batches of a recording. Nothing is sampled to learn from."""
 
     def __init__(self, recording: Recording, hosts: RolloutHosts):
         self._recording = recording
@@ -247,5 +252,4 @@ class ReplayStream(Stream):
         self._hosts.forget([facts.key for facts in batch.groups])
 
     def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
-        """Refuse: a replay begins at the first step."""
-        raise RunError(f"a replay cannot be resumed from {folder}: start it again")
+        """Do nothing: the recording has a batch for each step, and no group waits."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from hotseat.observe.diagnosis.ending import FALL, MOST, SOLVED, Ending, has_learned, reward_range
-from hotseat.observe.diagnosis.signs import Change, Evidence, Signs, evidence_at, lasting, scored_apart
+from hotseat.observe.diagnosis.signs import Advice, Change, Evidence, Signs, evidence_at, lasting, scored_apart
 from hotseat.observe.recorded import Curve, Recorded
 
 
@@ -16,7 +16,7 @@ def failed_rewards(recorded: Recorded, ending: Ending) -> Signs | None:
         return None
     last = shares[max(shares)]
     evidence = Evidence("share of samples that failed", began, shares[began], "a tenth of a step", 0.0, last)
-    change = Change("reward.function", recorded.config.reward.function, "what its errors say")
+    change = Advice("reward.function", recorded.config.reward.function, "what its errors say")
     return Signs(began, shares[began] / 0.1, (evidence,), (change,), f"such as {recorded.reasons['failed']}")
 
 
@@ -28,7 +28,7 @@ def constant_reward(recorded: Recorded, ending: Ending) -> Signs | None:
         evidence_at(recorded, "reward_std", spread.steps[0], "0 in every step"),
         evidence_at(recorded, "reward", spread.steps[0], "one value for every answer of a step"),
     )
-    change = Change("reward.function", recorded.config.reward.function, "one that tells answers apart")
+    change = Advice("reward.function", recorded.config.reward.function, "one that tells answers apart")
     return Signs(spread.steps[0], 10.0, evidence, (change,), _same_reward(recorded) or "")
 
 
@@ -58,11 +58,11 @@ def groups_alike(recorded: Recorded, ending: Ending) -> Signs | None:
         detail = same
     elif recorded.curve("reward").last >= low + SOLVED * (high - low):
         detail = "nearly every answer has the highest reward"
-        cure.append(Change("data.path", recorded.config.data.path, "harder prompts"))
+        cure.append(Advice("data.path", recorded.config.data.path, "harder prompts"))
     elif recorded.curve("reward").last <= low + 0.1 * (high - low):
         detail = "nearly every answer is wrong"
-        cure.append(Change("data.path", recorded.config.data.path, "easier prompts"))
-        cure.append(Change("reward.function", recorded.config.reward.function, "one with steps between its values"))
+        cure.append(Advice("data.path", recorded.config.data.path, "easier prompts"))
+        cure.append(Advice("reward.function", recorded.config.reward.function, "one with steps between its values"))
     is_setting = is_cold and began == recorded.curve("groups_alike").steps[0]
     return Signs(began, evidence.value / MOST, (evidence,), tuple(cure), detail, is_setting)
 
@@ -109,7 +109,7 @@ def length_reward(recorded: Recorded, ending: Ending) -> Signs | None:
         evidence.append(evidence_at(recorded, "truncated", length.steps[-1], "half of the answers"))
     now = recorded.config.rollout.max_new_tokens or round(length.last)
     cure = (
-        Change("reward.function", recorded.config.reward.function, "one without length in it"),
+        Advice("reward.function", recorded.config.reward.function, "one without length in it"),
         Change("reward.overlong.buffer_length", recorded.config.reward.overlong.buffer_length, max(1, now // 2)),
     )
     detail = f"{share:.0%} of the reward's rise came while answers grew"
@@ -126,7 +126,7 @@ def reward_hack(recorded: Recorded, ending: Ending) -> Signs | None:
         _fallen(recorded, ending),
     )
     cure = (
-        Change("reward.function", recorded.config.reward.function, "the score of the evaluation"),
+        Advice("reward.function", recorded.config.reward.function, "the score of the evaluation"),
         Change(
             "algorithm.kl.coef", recorded.config.algorithm.kl.coef, max(0.01, 10 * recorded.config.algorithm.kl.coef)
         ),

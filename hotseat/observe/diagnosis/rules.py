@@ -9,12 +9,13 @@ are all alike. Values are compared with the same run's beginning, its noise and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotseat.observe.diagnosis import data_rules, policy_rules
-from hotseat.observe.diagnosis.ending import Ending, ending_of
-from hotseat.observe.diagnosis.signs import Change, Signs
+from hotseat.observe.diagnosis.ending import GOALS, Ending, ending_of
+from hotseat.observe.diagnosis.signs import Change, Signs, entropy_metric
 from hotseat.observe.recorded import Recorded
 from hotseat.registry.lookup import Table
 
@@ -229,6 +230,12 @@ def diagnose(recorded: Recorded) -> tuple[Ending, list[Cause]]:
         ]
         causes.append(Cause(RULES[name], signs, min(origins, key=lambda other: found[other].began, default=None)))
     return ending, sorted(causes, key=lambda each: (each.follows is not None, each.signs.began, -each.signs.strength))
+
+
+def read_by_rules(recorded: Recorded) -> list[str]:
+    """List the metrics that rules read, goals first, with the estimate of the entropy where that was not recorded."""
+    read = [name for rule in RULES.values() for name in re.findall("`([a-z_]+)`", rule.reads)]
+    return list(dict.fromkeys([*GOALS, *read, entropy_metric(recorded)]))
 
 
 def render_table() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Change:
-    """An option to change. `to` is None where the right value cannot be computed."""
+    """An option to change, and its new value."""
 
     option: str
     now: Any
@@ -39,6 +40,17 @@ class Change:
 
     def __str__(self) -> str:
         return f"{self.option}: {shown(self.now)} -> {shown(self.to)}"
+
+    @property
+    def override(self) -> str:
+        """Return the change as commands take it."""
+        value = float(f"{self.to:.6g}") if isinstance(self.to, float) else self.to
+        return f"{self.option}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+@dataclass(frozen=True)
+class Advice(Change):
+    """An option to change whose new value only the user can know: `to` describes it."""
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from hotseat.observe.diagnosis.ending import GOALS, MIN_STEPS, Ending
-from hotseat.observe.diagnosis.rules import RULES, Cause
-from hotseat.observe.diagnosis.signs import Change, entropy_metric, slower
+from hotseat.observe.diagnosis.ending import MIN_STEPS, Ending
+from hotseat.observe.diagnosis.rules import Cause, read_by_rules
+from hotseat.observe.diagnosis.signs import Change, slower
 from hotseat.observe.recorded import Recorded
 
 
@@ -25,8 +24,7 @@ def unexplained(recorded: Recorded, ending: Ending, causes: list[Cause]) -> Unex
     """Return what was looked at in a run that failed for no known cause; None for any other, or a beginning."""
     if causes or not ending.is_poor or len(recorded.curve("reward").raw) < MIN_STEPS:
         return None
-    read = dict.fromkeys([*GOALS, *(name for rule in RULES.values() for name in re.findall("`([a-z_]+)`", rule.reads))])
-    read |= {entropy_metric(recorded): None}  # an estimate, where samples were recorded
+    read = read_by_rules(recorded)
     config = recorded.config
     trials = [slower(recorded, 10)]
     if ending.kind != "fell":
