@@ -74,6 +74,7 @@ def _model(
         if key == "actor.model" and config.has_rollouts:
             rollout = config.rollout
             _check_engine(rollout.engine, config.data.max_length, model_config, rollout.tensor_parallel_size)
+            _check_latent(config, model_config)
             if rollout.quantization is not None:
                 _check_quantisation(model_config)
         if config.train.liger_kernel:
@@ -120,6 +121,21 @@ def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel
         fit = names_that(ENGINES, "acts_in_numbers") if model_config.model_type == NUMERIC else [DEFAULT_ENGINE]
         raise UserError(f"{name} does not run on rollout.engine {kind}: set it to {', '.join(fit)}")
     engine_kind(kind).check_model(model_config, max_length, tensor_parallel_size, not torch.cuda.is_available())
+
+
+def _check_latent(config: Config, model_config: Any) -> None:
+    """Raise if an option has not been tried with engines whose latent attention gets what is pushed."""
+    if not getattr(model_config.get_text_config(), "kv_lora_rank", None):
+        return
+    rollout, name = config.rollout, type(model_config).__name__.removesuffix("Config")
+    instead = {
+        f"rollout.quantization: {rollout.quantization}": rollout.quantization and "unset it",
+        f"rollout.kv_cache_dtype: {rollout.kv_cache_dtype}": rollout.kv_cache_dtype and "unset it",
+        "rollout.lora_sync: adapter": rollout.lora_sync == "adapter" and "set it to merged",
+    }
+    for option, what in instead.items():
+        if what:
+            raise UnsupportedError(f"{name} has latent attention, with which {option} has not been tried: {what}")
 
 
 def _check_quantisation(model_config: Any) -> None:

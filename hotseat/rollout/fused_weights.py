@@ -45,6 +45,8 @@ class Piece:
 
 # Models whose experts lie in vLLM as in transformers, and modules that have another name there than in vLLM.
 _EXPERTS: Mapping[str, Mapping[str, str]] = {
+    "DeepseekV2ForCausalLM": {},
+    "DeepseekV3ForCausalLM": {},
     "MixtralForCausalLM": {"block_sparse_moe": "mlp"},
     "Qwen2MoeForCausalLM": {},
     "Qwen3MoeForCausalLM": {},
