@@ -123,6 +123,7 @@ OF_VLLM = (
     "rollout/test_vllm_adapters.py",
     "rollout/test_vllm_engine.py",
     "rollout/test_vllm_fp8.py",
+    "rollout/test_vllm_latent.py",
     "rollout/test_fused_weights.py",
     "runs/test_vllm_runs.py",
 )

@@ -84,6 +84,7 @@ def _model(
                 _check_routing(config, model_config)
             if rollout.prefix_caching:
                 _check_prefixes(rollout.engine, model_config)
+            _check_latent(config, model_config)
             if rollout.quantization is not None:
                 _check_quantisation(model_config)
         if config.train.liger_kernel:
@@ -157,6 +158,21 @@ def _check_prefixes(kind: str, model_config: Any) -> None:
     problem = engine_kind(kind).prefix_problem(model_config, is_cpu=not torch.cuda.is_available())
     if problem is not None:
         raise UnsupportedError(f"rollout.prefix_caching is true: {problem}")
+
+
+def _check_latent(config: Config, model_config: Any) -> None:
+    """Raise if an option has not been tried with engines whose latent attention gets what is pushed."""
+    if not getattr(model_config.get_text_config(), "kv_lora_rank", None):
+        return
+    rollout, name = config.rollout, type(model_config).__name__.removesuffix("Config")
+    instead = {
+        f"rollout.quantization: {rollout.quantization}": rollout.quantization and "unset it",
+        f"rollout.kv_cache_dtype: {rollout.kv_cache_dtype}": rollout.kv_cache_dtype and "unset it",
+        "rollout.lora_sync: adapter": rollout.lora_sync == "adapter" and "set it to merged",
+    }
+    for option, what in instead.items():
+        if what:
+            raise UnsupportedError(f"{name} has latent attention, with which {option} has not been tried: {what}")
 
 
 def _check_quantisation(model_config: Any) -> None:

@@ -238,11 +238,15 @@ def layer_activation_bytes(model: ModelShape, compute_bytes: int, tp: int = 1) -
     gate, up, activation and product:  2 (4 + c) h + 2 c (q + kv) / tp + 4 c m / tp  bytes. (Counted from the layer's
     graph, as Korthikanti et al. 2022 do for GPT.) A gate of attention adds 2 c q; linear attention, whose rule is
     computed again, keeps 2 c channels + 6 v instead of attention's part (from what autograd kept of small models, in
-    fp32 and bf16); layers of both kinds are averaged.
+    fp32 and bf16); layers of both kinds are averaged. Latent attention keeps queries, keys, what was made of the latent
+    values, and its output, and of the norms of latent values their input in fp32, the normed input and the output.
     """
     c = compute_bytes
     norms = 2 * (FP32 + c) * model.hidden_size
     attention: float = 2 * c * ((1 + model.has_gated_attention) * model.q_size + model.kv_size)
+    if (latent := model.latent) is not None:
+        attention = c * (2 * latent.q_size + latent.made_size + latent.value_size)
+        norms += (FP32 + 2 * c) * (latent.q_rank + latent.kv_rank)
     if model.linear is not None:
         linear = 2 * c * model.linear.channels + 6 * model.linear.value_size
         attention += (linear - attention) * model.num_linear_layers / model.num_layers
@@ -346,7 +350,12 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
 
 
 def kv_bytes_per_token(model: ModelShape, kv_bytes: int, tp: int = 1) -> float:
-    """Count the bytes of one token's KV cache in all layers with one. With fewer heads than ranks, heads are copied."""
+    """Count the bytes of one token's KV cache in all layers with one.
+
+    With fewer heads than ranks, heads are copied; so are the latent values of latent attention.
+    """
+    if model.latent is not None:
+        return model.num_layers * model.latent.cached_size * kv_bytes
     heads = max(1.0, model.num_kv_heads / tp)
     return 2 * (model.num_layers - model.num_linear_layers) * heads * model.head_dim * kv_bytes
 
@@ -387,6 +396,7 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     # Keys and values as they are computed, and cut into prompts.
     prompts = amount(2) * amount(num_shared, "tokens") * num_bytes(kv_bytes_per_token(model, memory.kv_bytes, tp))
     prefilled = [byte_term(role, "KV cache of prompts", prompts)] if num_shared else []
+    prefilled += _expanded(role, memory, model)
     # The share covers weights, cache, buffers and workspace; context and graphs come on top.
     rest = total(weights) + buffers.gib + workspace.gib + total(images)
     cache, min_share = _engine_cache(role, memory, model, layout, rest)
@@ -397,6 +407,15 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     }
     parts = {Part.WEIGHTS: tuple(weights), Part.KV_CACHE: (cache,)}
     return RoleMemory((*fixed, buffers), parts, working, (process_on_host(role),), min_share)
+
+
+def _expanded(role: str, memory: EngineMemory, model: ModelShape) -> list[Term]:
+    """Return the memory of keys and values that a step makes, in one layer, of all latent values in the cache."""
+    if model.latent is None or not memory.expands_latent:
+        return []
+    tokens = Amount(memory.slots, f"{memory.slots} slots") * amount(memory.max_tokens, "tokens")
+    made = (model.latent.q_size + model.latent.made_size) * memory.weight_bytes
+    return [byte_term(role, "keys and values of latent ones", tokens * num_bytes(made))]
 
 
 def _engine_weights(role: str, memory: EngineMemory, model: ModelShape, tp: int) -> list[Term]:

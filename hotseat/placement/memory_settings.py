@@ -120,6 +120,7 @@ class EngineMemory:
     image_share: float = 0.0  # most of a sequence's tokens that may stand for images
     kept_prompts: int = 0  # of full length, whose KV cache is kept beside the slots
     encodes_by_prompt: bool = False  # images of one prompt, or of small ones, at a time; else of all that a step begins
+    expands_latent: bool = False  # it makes keys and values of all latent values in its cache, layer by layer
 
 
 @dataclass(frozen=True, slots=True)

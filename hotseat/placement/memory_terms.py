@@ -237,7 +237,7 @@ def logits(role: str, model: ModelShape, tokens: int, compute_bytes: int, passes
 
 def forward_width(model: ModelShape, compute_bytes: int, tp: int) -> float:
     """Count the bytes of the activations of one token in a forward that keeps nothing."""
-    mixed = (1 + model.has_gated_attention) * model.q_size + 2 * model.kv_size
+    mixed = model.mixed_width
     if model.linear is not None:
         mixed = max(mixed, 2 * model.linear.channels + model.linear.value_size)
     return (2 * model.hidden_size + (mixed + 2 * model.mlp_width) / tp) * compute_bytes

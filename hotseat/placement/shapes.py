@@ -89,10 +89,50 @@ class LinearShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Sizes of latent attention (DeepSeek-V2 and V3): one latent vector per token, of which all heads make theirs."""
+
+    num_heads: int
+    q_rank: int  # 0: queries are made of the hidden state itself
+    kv_rank: int
+    nope_dim: int  # of a head's queries and keys, without positions
+    rope_dim: int  # with positions; its keys are those of all heads
+    value_dim: int
+
+    @property
+    def cached_size(self) -> int:
+        """Values of a token in the cache of one layer, on every tensor-parallel rank."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * (self.nope_dim + self.rope_dim)
+
+    @property
+    def value_size(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def made_size(self) -> int:
+        """Values of a token that are made of its latent ones: keys without positions, and values."""
+        return self.num_heads * (self.nope_dim + self.value_dim)
+
+    def matrices(self, hidden_size: int) -> tuple[tuple[int, int], ...]:
+        """Return inputs and outputs of the linear layers."""
+        queries = ((hidden_size, self.q_rank), (self.q_rank, self.q_size)) if self.q_rank else ()
+        return (
+            *(queries or ((hidden_size, self.q_size),)),
+            (hidden_size, self.cached_size),
+            (self.kv_rank, self.made_size),
+            (self.value_size, hidden_size),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a Llama-like model: RMSNorm, rotary positions, grouped-query attention, gated MLPs or experts.
 
-    Some of its layers may have linear attention.
+    Some of its layers may have linear attention, or all of them latent attention.
     """
 
     num_layers: int
@@ -116,6 +156,7 @@ class ModelShape:
     vision: VisionShape | None = None  # of a vision-language model
     has_gated_attention: bool = False  # what attention gives is gated: a second output for each query (Qwen3.5)
     linear: LinearShape | None = None
+    latent: LatentShape | None = None
 
     @property
     def num_linear_layers(self) -> int:
@@ -149,12 +190,18 @@ class ModelShape:
     def num_attention_parameters(self) -> int:
         """Parameters of one layer with attention outside its MLP: q, k, v, output, their biases, the norms."""
         h = self.hidden_size
+        if self.latent is not None:
+            biased = (self.latent.q_rank + self.latent.cached_size) * self.attention_bias
+            norms = 2 * h + self.latent.q_rank + self.latent.kv_rank
+            return self._num_attention_matrices + biased + h * self.output_bias + norms
         bias = (self.q_size + 2 * self.kv_size) * self.attention_bias + h * self.output_bias
         norms = 2 * h + 2 * self.head_dim * self.qk_norm
         return self._num_attention_matrices + bias + norms
 
     @property
     def _num_attention_matrices(self) -> int:
+        if self.latent is not None:
+            return sum(inputs * outputs for inputs, outputs in self.latent.matrices(self.hidden_size))
         return self.hidden_size * ((2 + self.has_gated_attention) * self.q_size + 2 * self.kv_size)
 
     @property
@@ -204,6 +251,9 @@ class ModelShape:
     @property
     def num_largest_matrix(self) -> int:
         """Parameters of the largest matrix inside the layers that is not of experts."""
+        if self.latent is not None:
+            of_attention = max(inputs * outputs for inputs, outputs in self.latent.matrices(self.hidden_size))
+            return max(of_attention, self.hidden_size * self.intermediate_size)
         channels = 0 if self.linear is None else self.linear.channels
         return self.hidden_size * max((1 + self.has_gated_attention) * self.q_size, channels, self.intermediate_size)
 
@@ -215,6 +265,8 @@ class ModelShape:
         """
         h = self.hidden_size
         attention = 4 * h + (2 + self.has_gated_attention) * self.q_size + 2 * self.kv_size
+        if self.latent is not None:
+            attention = sum(inputs + outputs for inputs, outputs in self.latent.matrices(h))
         attention *= self.num_layers - self.num_linear_layers
         if self.linear is not None:
             attention += self.linear.num_layers * self.linear.num_adapter_inputs(h)
@@ -224,6 +276,13 @@ class ModelShape:
             mlps += (self.num_layers - num_plain) * 3 * (h + self.shared_expert_size)
         encoder = 0 if self.vision is None else self.vision.num_adapter_parameters(rank)
         return rank * (attention + mlps) + encoder + (h if self.head == "scalar" else 0)
+
+    @property
+    def mixed_width(self) -> int:
+        """Values of one token that attention mixes: its queries, keys and values."""
+        if self.latent is not None:
+            return 2 * self.latent.q_size + self.latent.value_size
+        return (1 + self.has_gated_attention) * self.q_size + 2 * self.kv_size
 
     @property
     def mlp_width(self) -> int:
@@ -236,6 +295,8 @@ class ModelShape:
         return replace(self, head="scalar")
 
 
+_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")  # kinds of models whose latent attention is described
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 _REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -258,10 +319,10 @@ def from_hf_config(config: Mapping[str, object]) -> ModelShape:
             f"model config lacks {', '.join(missing)}{hint}: memory can be estimated for decoders with these keys:"
             f" {', '.join(_REQUIRED)}"
         )
-    if config.get("kv_lora_rank"):
+    if config.get("kv_lora_rank") and config.get("model_type") not in _LATENT:
         raise PlacementError(
-            "model config has kv_lora_rank: latent attention is not described here; without a shape, memory is not"
-            " checked"
+            f"model config has kv_lora_rank and is of {config.get('model_type')}: the latent attention of"
+            f" {', '.join(_LATENT)} is described here; without a shape, memory is not checked"
         )
     layer_types = config.get("layer_types")
     is_qwen3_5 = config.get("model_type") in ("qwen3_5", "qwen3_5_text")
@@ -276,7 +337,9 @@ def from_hf_config(config: Mapping[str, object]) -> ModelShape:
     num_heads = _whole(config, "num_attention_heads", 0)
     hidden_size = _whole(config, "hidden_size", 0)
     num_layers = _whole(config, "num_hidden_layers", 0)
-    num_experts = _whole(config, "num_local_experts", 0) or _whole(config, "num_experts", 0)
+    num_experts = next((n for key in _EXPERT_KEYS if (n := _whole(config, key, 0))), 0)
+    expert_size = _whole(config, "moe_intermediate_size", 0) if num_experts else 0
+    shared_size = _whole(config, "shared_expert_intermediate_size", 0) if num_experts else 0
     has_bias = bool(config.get("attention_bias", config.get("qkv_bias", False)))
     is_qwen2 = family.startswith("qwen2")
     architectures = config.get("architectures")
@@ -295,14 +358,27 @@ def from_hf_config(config: Mapping[str, object]) -> ModelShape:
         qk_norm=family.startswith("qwen3"),
         num_experts=num_experts,
         experts_per_token=_whole(config, "num_experts_per_tok", 0) if num_experts else 0,
-        moe_intermediate_size=_whole(config, "moe_intermediate_size", 0) if num_experts else 0,
-        shared_expert_size=_whole(config, "shared_expert_intermediate_size", 0) if num_experts else 0,
-        shared_expert_gate=bool(num_experts and config.get("shared_expert_intermediate_size")),
+        moe_intermediate_size=expert_size,
+        shared_expert_size=shared_size or _whole(config, "n_shared_experts", 0) * expert_size,
+        shared_expert_gate=bool(shared_size),
         num_dense_layers=_num_dense_layers(config, num_layers) if num_experts else 0,
         head="scalar" if "SequenceClassification" in named or "Reward" in named else "lm",
         vision=_vision_shape(whole, vision, hidden_size) if isinstance(vision, Mapping) else None,
         has_gated_attention=is_qwen3_5,
         linear=_linear_shape(config, num_layers) if is_qwen3_5 else None,
+        latent=_latent_shape(config, num_heads) if config.get("kv_lora_rank") else None,
+    )
+
+
+def _latent_shape(config: Mapping[str, object], num_heads: int) -> LatentShape:
+    """Read the shape of latent attention. Keys that are missing have the values of transformers."""
+    return LatentShape(
+        num_heads,
+        q_rank=_whole(config, "q_lora_rank", 0 if "q_lora_rank" in config else 1536),
+        kv_rank=_whole(config, "kv_lora_rank", 0),
+        nope_dim=_whole(config, "qk_nope_head_dim", 128),
+        rope_dim=_whole(config, "qk_rope_head_dim", 64),
+        value_dim=_whole(config, "v_head_dim", 128),
     )
 
 
@@ -395,7 +471,12 @@ def _whole(config: Mapping[str, object], key: str, otherwise: int) -> int:
 
 
 def _num_dense_layers(config: Mapping[str, object], num_layers: int) -> int:
-    """Count the layers of a Qwen mixture with a plain MLP: in mlp_only_layers, or skipped by decoder_sparse_step."""
+    """Count the layers of a mixture with a plain MLP: the first ones of DeepSeek's, and those that Qwen's config names.
+
+    Qwen's are in mlp_only_layers, or skipped by decoder_sparse_step.
+    """
+    if "first_k_dense_replace" in config:
+        return min(num_layers, _whole(config, "first_k_dense_replace", 0))
     named = config.get("mlp_only_layers")
     plain = [layer for layer in named if isinstance(layer, int)] if isinstance(named, list) else []
     step = max(1, _whole(config, "decoder_sparse_step", 1))

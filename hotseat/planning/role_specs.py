@@ -155,6 +155,7 @@ def _engine_memory(config: Config, role: str, engine: EngineEntry) -> EngineMemo
         max_tokens=config.data.max_length if is_policy else judge_length(config),
         slots=engine_slots(config, role),
         encodes_by_prompt=engine.encodes_by_prompt,
+        expands_latent=engine.expands_latent,
         weight_bytes=num_bytes,
         kv_bytes=1 if is_policy and rollout.kv_cache_dtype else num_bytes,
         kept_prompts=engine.num_kept_prompts,

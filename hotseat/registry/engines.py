@@ -26,6 +26,7 @@ class EngineEntry:
     sees_simulators: bool = True  # it takes the images of simulators
     is_sized_by_images: bool = False  # it starts with the largest image that requests may have
     encodes_by_prompt: bool = False  # images of one prompt, or of small ones, at a time; else of all that a step begins
+    expands_latent: bool = False  # latent attention: each step makes keys and values of the whole cache
     is_busy_per_sequence: bool = False  # on the host, in each step: small models leave their device idle
     compiles: bool = False  # when it starts, which takes longer than other roles' starts
     acts_in_numbers: bool = False  # it runs policies that act in numbers (`hotseat.numeric`) instead of language models
@@ -50,6 +51,7 @@ ENGINES = Table[EngineEntry](
         options=frozenset({"num_slots", "routing_replay"}),
         num_kept_prompts=8,
         encodes_by_prompt=True,
+        expands_latent=True,
     ),
     EngineEntry(
         "vllm",

@@ -55,6 +55,8 @@ class Piece:
 # Models whose experts have a known place in vLLM, and modules that have another name in transformers than in vLLM.
 _EXPERTS: Mapping[str, Mapping[str, str]] = {
     "GptOssForCausalLM": {},
+    "DeepseekV2ForCausalLM": {},
+    "DeepseekV3ForCausalLM": {},
     "MixtralForCausalLM": {"block_sparse_moe": "mlp"},
     "Qwen2MoeForCausalLM": {},
     "Qwen3MoeForCausalLM": {},

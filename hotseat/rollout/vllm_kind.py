@@ -24,6 +24,8 @@ from hotseat.vision import sees_images
 
 _OLDEST, _NEWEST = (0, 25), (0, 32)
 _SEEING = ("qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava")  # models that take prepared images
+_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")  # models whose latent attention gets what is pushed
+_CPU_LATENT_SIZE = 512 + 64  # of a token in the cache: what vLLM's kernel for CPUs is compiled for
 _LLAVA_ENCODERS = ("clip_vision_model", "siglip_vision_model")
 
 
@@ -49,12 +51,8 @@ class VllmKind(EngineKind):
         """Raise if vLLM cannot serve a model of this config with weights that are pushed. Does not import vLLM."""
         if sees_images(config):
             _check_sight(config, tensor_parallel_size)
-        if getattr(config.get_text_config(), "kv_lora_rank", None):
-            name = type(config).__name__.removesuffix("Config")
-            raise UnsupportedError(
-                f"{name} has latent attention, and vLLM decodes with products of its weights that are made once: a push"
-                " would not change them; set rollout.engine to transformers"
-            )
+        if vllm_versions.is_latent(config):
+            _check_latent(config, is_cpu)
         if config.model_type.startswith("qwen3_5_moe"):
             raise UnsupportedError(
                 "vLLM has not been tried with pushed weights of Qwen3.5's experts: set rollout.engine to transformers"
@@ -105,6 +103,48 @@ class VllmKind(EngineKind):
                 keeps_cache=settings.keeps_cache,
                 routing=RoutingShape.of(settings.model.config()) if settings.returns_routing else None,
             )
+
+
+def _check_latent(config: Any, is_cpu: bool) -> None:
+    """Raise if vLLM would serve a model with latent attention wrongly or not at all."""
+    name, text = type(config).__name__.removesuffix("Config"), config.get_text_config()
+    instead = "set rollout.engine to transformers"
+    if getattr(text, "index_topk", None):
+        raise UnsupportedError(
+            f"{name} has an indexer, which chooses the tokens that latent attention sees, and vLLM has not been tried"
+            f" with weights of indexers that are pushed: {instead}"
+        )
+    if config.model_type not in _LATENT:
+        raise UnsupportedError(
+            f"{name} has latent attention, and vLLM has been tried with that of {', '.join(_LATENT)} alone: {instead}"
+        )
+    for key, value in _expert_settings(text).items():
+        if getattr(text, key, None) != value:
+            raise UnsupportedError(
+                f"vLLM would choose the experts of {name} in another way than the trainer does, because config.json has"
+                f" {key}: {getattr(text, key, None)}: set it there to {value}, if that is how the model was trained"
+            )
+    size = text.kv_lora_rank + text.qk_rope_head_dim
+    if is_cpu and not vllm_versions.has_latent_kernels_for_cpus():
+        raise UnsupportedError(
+            f"{name} has latent attention, which vLLM {vllm_versions.installed_version()} does not have on CPUs:"
+            f" install vLLM {'.'.join(map(str, _NEWEST))}, or {instead}"
+        )
+    if is_cpu and size != _CPU_LATENT_SIZE:
+        raise UnsupportedError(
+            f"{name} caches {size} values of a token (kv_lora_rank and qk_rope_head_dim), and vLLM's kernel for CPUs"
+            f" takes {_CPU_LATENT_SIZE}: {instead}"
+        )
+
+
+def _expert_settings(config: Any) -> dict[str, Any]:
+    """Return settings with which vLLM chooses experts as transformers' DeepSeek-V2 or V3 does, which read fewer."""
+    if not getattr(config, "n_routed_experts", None):
+        return {}
+    if config.model_type != "deepseek_v2":
+        return {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    groups = {} if config.topk_method == "group_limited_greedy" else {"n_group": 1, "topk_group": 1}
+    return {"norm_topk_prob": False, **groups}
 
 
 def _check_sight(model_config: Any, tensor_parallel_size: int) -> None:

@@ -9,12 +9,14 @@ which would make an object of every token of every sequence.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import multiprocessing.connection
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +39,7 @@ from hotseat.vision import placeholder_ids
 SCORED_AT_ONCE = 8  # sequences; vLLM has room for them beside the slots
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"  # of the only adapter, whose values pushes replace
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
+CPU_LATENT = "CPU_MLA"  # vLLM's backend of latent attention on any CPU; AMX_MLA repacks weights
 FP8_WEIGHTS = "fp8_per_channel"  # vLLM's name of what `rollout.quantization: fp8` is
 _WORKER = "hotseat.rollout.vllm_worker.WorkerExtension"
 
@@ -60,6 +63,13 @@ def installed_version() -> str:
 def is_cpu_build() -> bool:
     """Tell whether the vLLM that is installed is the one for CPUs, by its package's name or version."""
     return "cpu" in " ".join(_distribution() or ())
+
+
+def has_latent_kernels_for_cpus() -> bool:
+    """Tell whether the vLLM that is installed has latent attention on CPUs, which came after 0.25."""
+    spec = importlib.util.find_spec("vllm")
+    folders = spec.submodule_search_locations if spec is not None else None
+    return any((Path(folder) / "v1/attention/backends/mla/cpu_mla.py").is_file() for folder in folders or ())
 
 
 @dataclass(frozen=True)
@@ -330,7 +340,9 @@ def _engine_args(
         **({"enable_return_routed_experts": True} if settings.returns_routing else {}),
         **_adapters(adapters),
         **engine_arguments(options.images, frozenset(each.name for each in fields(EngineArgs))),
-        **memory_arguments(settings, model_config, is_cpu) | dict(options.engine_args),
+        **_attention(model_config, is_cpu)
+        | memory_arguments(settings, model_config, is_cpu)
+        | dict(options.engine_args),
     )
 
 
@@ -346,6 +358,16 @@ def _nf4() -> str:
     from hotseat.rollout import vllm_nf4
 
     return vllm_nf4.NAME
+
+
+def _attention(model_config: Any, is_cpu: bool) -> dict[str, Any]:
+    """Return the arguments by which vLLM keeps what latent attention decodes with where pushes reach it."""
+    return {"attention_backend": CPU_LATENT} if is_cpu and is_latent(model_config) else {}
+
+
+def is_latent(model_config: Any) -> bool:
+    """Tell whether a model of this config has latent attention."""
+    return bool(getattr(model_config.get_text_config(), "kv_lora_rank", None))
 
 
 def _rope(settings: EngineSettings, model_config: Any) -> dict[str, Any]:
@@ -382,12 +404,19 @@ def memory_arguments(settings: EngineSettings, model_config: Any, is_cpu: bool) 
             "max_num_batched_tokens": ENGINE_BATCH_TOKENS,
         }
     config = model_config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = max(1, heads // options.tensor_parallel_size)
-    one = settings.max_length * 2 * config.num_hidden_layers * heads * width * getattr(torch, settings.dtype).itemsize
+    width = _cache_width(config, options.tensor_parallel_size)
+    one = settings.max_length * config.num_hidden_layers * width * getattr(torch, settings.dtype).itemsize
     one += vllm_delta_rule.state_bytes(model_config)
     return {"kv_cache_memory_bytes": int(max(64 << 20, 2 * one, min(4 << 30, settings.num_slots * one)))}
+
+
+def _cache_width(config: Any, tensor_parallel_size: int) -> int:
+    """Count the values that a rank caches of a token in one layer."""
+    if is_latent(config):
+        return int(config.kv_lora_rank + config.qk_rope_head_dim)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * int(max(1, heads // tensor_parallel_size) * width)
 
 
 @contextmanager

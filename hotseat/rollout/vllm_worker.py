@@ -25,6 +25,7 @@ from hotseat.rollout.live_weights import WeightNames
 from hotseat.rollout.vllm_delta_rule import compute_in_torch, register_text_class
 from hotseat.rollout.vllm_fp8 import QuantisedDigests, QuantisedPiece, fp8_problem, quantising
 from hotseat.rollout.vllm_images import use_prepared_images
+from hotseat.rollout.vllm_latent import DecodingWeights, latent_problem, rotate_views
 
 # Called here, and NF4 is imported: this module is the first of ours that a worker's process imports, before it loads
 # the model.
@@ -48,14 +49,19 @@ class WorkerExtension:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this process
         model, model_config = self.model_runner.model, self.model_runner.model_config
         problem = (
-            inside.experts_problem(model) or inside.widen_head(model, model_config) or fp8_problem(model, model_config)
+            inside.experts_problem(model)
+            or inside.widen_head(model, model_config)
+            or fp8_problem(model, model_config)
+            or latent_problem(model)
         )
         if problem is not None:
             return {"problem": problem}
+        rotate_views(model)
         self.hotseat_names = names
         weights = quantising(renamed(pieces(model, self.rank), model, names.first_names), model)
         every = [*weights, *adapter_pieces(model, self.rank, names)]
         self.hotseat_pieces: list[Piece] = [piece for piece in every if names.shapes.get(piece.name) == piece.shape]
+        self.hotseat_decoding = DecodingWeights(model, self.hotseat_pieces)
         self.hotseat_quantised = QuantisedDigests()
         is_quantised = any(isinstance(piece, QuantisedPiece) for piece in self.hotseat_pieces)
         if names.factors or is_quantised:
@@ -136,6 +142,8 @@ class WorkerExtension:
         missing = self.hotseat_names.missing()
         if not missing:
             self.hotseat_names.keep()
+            with torch.inference_mode():
+                self.hotseat_decoding.make(self.model_runner.model_config.dtype)
         return missing
 
     def hotseat_digest(self, names: Collection[str] | None) -> list[tuple[str, tuple[int, ...], int, bool]] | str:
@@ -153,6 +161,7 @@ class WorkerExtension:
             )
             try:
                 of_quantised = self.hotseat_quantised.of(quantised)
+                self.hotseat_decoding.check({plain[int(index)].name: digest for index, digest in digests.items()})
             except WeightError as error:
                 return str(error)
         every = zip([*plain, *quantised], [*digests.values(), *of_quantised], strict=True)

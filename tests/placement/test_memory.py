@@ -5,9 +5,9 @@ from placement_cases import shape
 
 from hotseat.placement import Part
 from hotseat.placement import memory_terms as assumed
-from hotseat.placement.memory import estimate, kv_bytes_per_token
+from hotseat.placement.memory import estimate, kv_bytes_per_token, layer_activation_bytes
 from hotseat.placement.memory_settings import EngineMemory, ForwardMemory, Layout, SimulatorMemory, TrainMemory
-from hotseat.placement.shapes import LinearShape, ModelShape
+from hotseat.placement.shapes import LatentShape, LinearShape, ModelShape
 
 GIB = 2**30
 # 340 parameters: 84 outside the layers, 128 in each of two (counted in the test of shapes).
@@ -317,6 +317,21 @@ def test_layers_with_linear_attention_have_states_and_no_kv_cache():
     assert cache.gib * GIB == pytest.approx(5 * (100 * 8192 + states))
     assert "B of states)" in cache.formula
     assert "linear attention" in in_bytes(engine(model=model).working["forward"])
+
+
+def test_latent_values_are_cached_on_every_rank_and_made_into_keys_and_values_by_some_engines():
+    # 2 heads with keys of 6 + 4 and values of 5, of 8 latent values and 4 with positions.
+    latent = LatentShape(2, q_rank=3, kv_rank=8, nope_dim=6, rope_dim=4, value_dim=5)
+    model = replace(shape("Llama-3-8B"), latent=latent)
+    assert kv_bytes_per_token(model, 2) == kv_bytes_per_token(model, 2, tp=4) == 32 * (8 + 4) * 2
+    expanded = "keys and values of latent ones"
+    assert expanded not in in_bytes(engine(model=model).working["generate"])
+    made = in_bytes(engine(model=model, expands_latent=True).working["generate"])[expanded]
+    assert made == 5 * 100 * (2 * 10 + 2 * 11) * 2
+    plain = layer_activation_bytes(replace(model, latent=replace(latent, q_rank=0)), 2)
+    assert plain - layer_activation_bytes(replace(model, hidden_size=0, latent=None), 2) == pytest.approx(
+        2 * (4 + 2) * 4096 + 2 * (2 * 20 + 22 + 10) + (4 + 4) * 8 - 2 * 2 * (4096 + 1024)
+    )
 
 
 def test_a_share_too_small_to_start_with():

@@ -142,6 +142,27 @@ def test_qwen3_5_is_counted_for_text_alone():
         from_hf_config(text | {"layer_types": ["conv", "linear_attention"]})
 
 
+def test_latent_attention_and_its_experts_are_counted():
+    lite = LLAMA_3_8B | {
+        "model_type": "deepseek_v2", "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24,
+        "num_attention_heads": 2, "vocab_size": 32, "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 3, "n_shared_experts": 2,
+        "moe_intermediate_size": 7, "first_k_dense_replace": 1, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    attention = 16 * 2 * (6 + 4) + 16 * (8 + 4) + 8 * 2 * (6 + 5) + 2 * 5 * 16  # queries, latent, what it makes, output
+    norms = 2 * 16 + 8
+    dense, mixture = 3 * 16 * 24, 3 * 3 * 16 * 7 + 16 * 3 + 3 * 16 * 2 * 7
+    found = from_hf_config(lite)
+    assert found.num_parameters == 2 * (attention + norms) + dense + mixture + 2 * 32 * 16 + 16
+    assert found.num_adapter_parameters(1) == 2 * (36 + 28 + 30 + 26) + 3 * (16 + 24) + 3 * (16 + 14)
+    ranked = from_hf_config(lite | {"q_lora_rank": 3, "model_type": "deepseek_v3", "attention_bias": True})
+    more = 16 * 3 + 3 * 20 + 3 - 16 * 20  # two steps to queries, with a norm
+    assert ranked.num_parameters == found.num_parameters + 2 * (more + 3 + 12 + 16)
+    assert ranked.num_largest_matrix == 16 * 24
+    with refused("model config has kv_lora_rank and is of longcat_flash: the latent attention of deepseek_v2"):
+        from_hf_config(lite | {"model_type": "longcat_flash"})
+
+
 def test_unusable_configs_name_the_missing_keys():
     with refused("lacks num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, vocab_size"):
         from_hf_config({"n_layer": 12})

@@ -220,7 +220,10 @@ def test_a_critic_is_shaped_like_the_reward_model_with_a_scalar_head():
     ("stored", "why"),
     [
         ({"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "vocab_size": 16}, "model config lacks num_hidden_layers"),
-        (LLAMA | {"kv_lora_rank": 512}, "latent attention is not described here"),
+        (
+            LLAMA | {"kv_lora_rank": 256, "model_type": "minicpm3"},
+            "is of minicpm3: the latent attention of",
+        ),
         (LLAMA | {"num_attention_heads": 0}, "model config lacks num_attention_heads"),
     ],
 )

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 from model_shells import make_shell
 from transformers import (
+    DeepseekV2Config,
     DeepseekV3Config,
     GptOssConfig,
     LlamaConfig,
     LlavaConfig,
+    MiniCPM3Config,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3_5MoeTextConfig,
@@ -73,13 +75,56 @@ def test_versions_that_work(install, version):
 
 
 def test_models_that_it_would_serve_wrongly_or_not_at_all_are_refused_by_their_config():
-    with pytest.raises(UnsupportedError, match="DeepseekV3 has latent attention, .* a push would not change them; set"):
-        VllmKind().check_model(DeepseekV3Config(), 64, 1, is_cpu=False)
     VllmKind().check_model(GptOssConfig(), 64, 1, is_cpu=True)
     VllmKind().check_model(LlamaConfig(), 64, 1, is_cpu=True)
     VllmKind().check_model(Qwen3_5TextConfig(), 64, 1, is_cpu=True)
     with pytest.raises(UnsupportedError, match="pushed weights of Qwen3.5's experts: set rollout.engine to transf"):
         VllmKind().check_model(Qwen3_5MoeTextConfig(), 64, 1, is_cpu=False)
+
+
+EXPERTS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
+@pytest.mark.parametrize(
+    ("config", "is_cpu", "message"),
+    [
+        (DeepseekV3Config(**EXPERTS, index_topk=64), False, "DeepseekV3 has an indexer, .* weights of indexers"),
+        (
+            MiniCPM3Config(),
+            False,
+            "MiniCPM3 has latent attention, .* tried with that of deepseek_v2, deepseek_v3",
+        ),
+        (
+            DeepseekV3Config(scoring_func="sigmoid"),
+            False,
+            "experts of DeepseekV3 in another way .* topk_method: None: set it there to noaux_tc",
+        ),
+        (
+            DeepseekV3Config(**EXPERTS),
+            True,
+            "latent attention, which vLLM 0.25.1 does not have on CPUs: install",
+        ),
+        (DeepseekV2Config(), False, "experts of DeepseekV2 in another way .* n_group: None: set it there to 1"),
+        (DeepseekV2Config(norm_topk_prob=True), False, "norm_topk_prob: True: set it there to False"),
+    ],
+    ids=["indexer", "another", "experts", "cpu", "groups", "weights"],
+)
+def test_latent_attention_that_pushes_have_not_been_tried_with_is_refused(install, config, is_cpu, message):
+    install("0.25.1")
+    with pytest.raises(UnsupportedError, match=message):
+        VllmKind().check_model(config, 64, 1, is_cpu)
+
+
+def test_latent_attention_on_a_cpu_has_one_size(install, tmp_path):
+    install("0.32.0")
+    (tmp_path / "vllm/v1/attention/backends/mla").mkdir(parents=True)
+    (tmp_path / "vllm/v1/attention/backends/mla/cpu_mla.py").touch()
+    VllmKind().check_model(DeepseekV3Config(**EXPERTS), 64, 1, is_cpu=True)
+    VllmKind().check_model(DeepseekV2Config(n_group=1, topk_group=1), 64, 1, is_cpu=True)
+    small = DeepseekV3Config(**EXPERTS, kv_lora_rank=64)
+    VllmKind().check_model(small, 64, 1, is_cpu=False)
+    with pytest.raises(UnsupportedError, match=r"caches 128 values of a token .* vLLM's kernel for CPUs takes 576"):
+        VllmKind().check_model(small, 64, 1, is_cpu=True)
 
 
 def test_models_whose_images_it_has_not_been_tried_with_are_refused_by_their_config(monkeypatch):

@@ -10,8 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
@@ -70,3 +77,27 @@ class Logits(LogitsProcessor):
 
     def forward(self, lm_head: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
         return self._get_logits(hidden_states, lm_head, None)
+
+
+class Column(ColumnParallelLinear):
+    def __init__(self, weight: torch.Tensor, rank: int, size: int):
+        nn.Module.__init__(self)
+        self.weight, self.quant_method = nn.Parameter(weight, requires_grad=False), None
+        self.tp_rank, self.tp_size = rank, size
+
+
+class Latent(MLAAttention):
+    """Heads with 3 keys and 2 values of latent vectors, as one rank has them, ready to decode."""
+
+    def __init__(self, kv_b_proj: Column, backend: str = "CPU_MLA"):
+        nn.Module.__init__(self)
+        self.kv_b_proj = kv_b_proj
+        self.qk_nope_head_dim, self.v_head_dim = 3, 2
+        rows, self.kv_lora_rank = kv_b_proj.weight.shape
+        self.num_heads = rows // 5
+        self.impl = SimpleNamespace(process_weights_after_loading=lambda dtype: None)
+        self.attn_backend = SimpleNamespace(get_name=lambda: backend)
+        self.is_amx_bmm_enabled = self.dcp_q_replicate = self.is_aiter_triton_fp4_bmm_enabled = False
+        self.is_aiter_triton_fp8_bmm_enabled, self.quant_config, self.layer_name = False, None, ""
+        set_default_quant_scales(self, register_buffer=True)
+        self.process_weights_after_loading(kv_b_proj.weight.dtype)

@@ -353,6 +353,28 @@ def test_a_family_is_pushed_to_vllm_and_samples_what_the_trainer_has(
     assert ("have no digest" in capsys.readouterr().out) == (row["digests in vLLM"] != "all")
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["rollout.quantization=fp8", "train.dtype=bf16"], "quantization: fp8 has not been tried: unset it"),
+        (
+            ["rollout.kv_cache_dtype=fp8", "train.dtype=bf16"],
+            "kv_cache_dtype: fp8 has not been tried: unset it",
+        ),
+        (["rollout.lora_sync=adapter", "train.lora.rank=2"], "lora_sync: adapter has not been tried: set it to merged"),
+    ],
+    ids=["weights", "cache", "adapters"],
+)
+def test_what_latent_attention_has_not_been_tried_with_is_refused(
+    options: list[str], message: str, tmp_path: Path
+) -> None:
+    task = make_task(tmp_path, BY_NAME["DeepSeek-V2"], with_weights=False)
+    with pytest.raises(UserError, match=f"DeepseekV2 has latent attention, with which .*{message}"):
+        run(rl_yaml(task, rollout=VLLM), *options)
+
+
 def test_the_table_has_a_row_for_every_family_and_none_besides() -> None:
     rows = [line.split("|")[1].strip() for line in TABLE.read_text().splitlines() if line.startswith("| ")]
     assert rows == ["family", *BY_NAME]
