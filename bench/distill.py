@@ -1,7 +1,7 @@
 r"""Distillation beside GRPO on GSM8K: accuracy on the test set over minutes, from one student on one GPU.
 
-Each run is Hotseat's side of bench/real_tasks.py (its task, prompts, order, hyperparameters, and form of results) with other
-options of Hotseat:
+Each run is Hotseat's side of bench/real_tasks.py (its task, prompts, order, hyperparameters, and form of results) with
+other options of Hotseat:
 
     grpo      rewards alone, 8 answers to a prompt
     distill   the reverse KL from a teacher's 64 likeliest tokens and the rest, on one answer to a prompt; no rewards
@@ -15,8 +15,8 @@ runs are compared by is minutes, which are counted from the command, with start 
     python bench/distill.py --run distill ... --learning-rate 1e-5 --label distill-1e-5
     python bench/distill.py --show F
 
-Other options are those of bench/real_tasks.py. Without a GPU a run takes two steps of 4 prompts, with answers of 16 tokens,
-and 8 test problems: whether everything runs, and no figures.
+Other options are those of bench/real_tasks.py. Without a GPU a run takes two steps of 4 prompts, with answers of 16
+tokens, and 8 test problems: whether everything runs, and no figures.
 """
 
 from __future__ import annotations

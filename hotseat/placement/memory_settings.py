@@ -114,6 +114,7 @@ class EngineMemory:
     image_share: float = 0.0  # most of a sequence's tokens that may stand for images
     kept_prompts: int = 0  # of full length, whose KV cache is kept beside the slots
     encodes_by_prompt: bool = False  # images of one prompt, or of small ones, at a time; else of all that a step begins
+    logit_rows: int | None = None  # tokens whose logits it has at once; None: one of each slot
 
 
 @dataclass(frozen=True, slots=True)

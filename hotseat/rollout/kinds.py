@@ -40,6 +40,7 @@ class EngineOptions:
     fp8_weights: bool = False  # of linear layers
     fp8_cache: bool = False  # the KV cache
     role: str = "rollout"  # names its log
+    num_likely: int = 0  # of a teacher: its most likely tokens at each place; its cache is what its slots need
 
 
 @dataclass(frozen=True)
