@@ -1,116 +1,110 @@
 r"""Distillation beside GRPO on GSM8K: accuracy on the test set over minutes, from one student on one GPU.
 
-Three plain `hotseat run`s from the same weights on the same prompts: GRPO with the reward of bench/real_tasks.py, the
-divergence from a teacher alone on one answer to each prompt, and both together. Minutes are those of the start and of
-the steps; evaluations, which are greedy and of the whole test set, are not counted.
+Each run is Hotseat's side of bench/real_tasks.py (its task, prompts, order, hyperparameters, and form of results) with
+other options of Hotseat:
 
-    python bench/distill.py --student CHECKPOINT --teacher CHECKPOINT --data FOLDER     with train.jsonl and test.jsonl
-    python bench/distill.py ... --dry-run --steps 1 --questions 4      on CPUs, with small models: it prints no numbers
+    grpo      rewards alone, 8 answers to a prompt
+    distill   the reverse KL from a teacher's 64 likeliest tokens and the rest, on one answer to a prompt; no rewards
+    both      the two losses together, 8 answers to a prompt
+
+A run without rewards is evaluated like the others. Its steps have an eighth of the answers, and take less time: what
+runs are compared by is minutes, which are counted from the command, with start and evaluations.
+
+    python bench/distill.py --run distill --model STUDENT --teacher TEACHER --data D --out F --seed 1 --eval-every 5
+    python bench/distill.py --run both ... --untimed        beside other runs on the device
+    python bench/distill.py --run distill ... --learning-rate 1e-5 --label distill-1e-5
+    python bench/distill.py --show F
+
+Other options are those of bench/real_tasks.py. Without a GPU a run takes two steps of 4 prompts, with answers of 16
+tokens, and 8 test problems: whether everything runs, and no figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
+import os
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+import real_tasks
 from lib.checkpoint import existing
-from lib.devices import need_gpu
-from lib.tasks import GSM8K, GSM8K_REWARD, write_data
+from lib.tasks import GSM8K_REWARD
 from rich.console import Console
 from rich.table import Table
 
-CONFIG = """\
-task: rl
-actor: {{model: {student}, optimizer: {{learning_rate: 1e-6}}}}
-data: {{path: train.jsonl, input_key: prompt, apply_chat_template: true, max_length: {length}, max_samples: {rows}}}
-rollout: {{batch_size: {questions}, max_new_tokens: {answer}}}
-train: {{num_episodes: 1}}
-eval: {{path: test.jsonl, every: {every}, temperature: 0, samples_per_prompt: 1, reward: {reward}}}
-log: {{every: 1}}
-"""
-SAMPLES = 8
-GRPO = [f"reward.function={GSM8K_REWARD}", f"rollout.samples_per_prompt={SAMPLES}", "algorithm.estimator=group_norm"]
-TEACHER = ["algorithm.distill.coef=1", "algorithm.distill.top_k=64"]
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run. samples: answers to a prompt; None: as many as bench/real_tasks.py takes. options: of Hotseat."""
+
+    samples: int | None = None
+    has_teacher: bool = True
+    options: tuple[str, ...] = ()
+
+
+KINDS = {
+    "grpo": Kind(has_teacher=False),
+    "distill": Kind(samples=1, options=("reward.function=null", f"eval.reward={GSM8K_REWARD}")),
+    "both": Kind(),
+}
+DIVERGENCE = ("algorithm.distill.coef=1", "algorithm.distill.divergence=reverse_kl", "algorithm.distill.top_k=64")
+
+
+def run(own: argparse.Namespace, others: list[str]) -> None:
+    kind = KINDS[own.run]
+    options = [*kind.options, *(DIVERGENCE if kind.has_teacher else ())]
+    if kind.has_teacher:
+        options.append(f"reference.model={existing(own.teacher)}")
+    # The parts of bench/real_tasks.py in processes of their own get the same arguments.
+    sys.argv[1:] = [*others, "--side", "hotseat", "--label", own.label or own.run]
+    prompts = real_tasks.arguments().prompts
+    if kind.samples is not None:
+        options += [f"rollout.samples_per_prompt={kind.samples}", f"train.batch_size={prompts * kind.samples}"]
+    sys.argv += ["--set", *options, *own.set]
+    args = real_tasks.arguments()
+    if kind.samples is not None:
+        args.size = replace(args.size, group=kind.samples)  # as it is recorded
+    args.model, args.data, args.out = existing(args.model), args.data.resolve(), args.out.resolve()
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    real_tasks.run_side(args)
+
+
+def show(out: Path) -> None:
+    table = Table(title="GSM8K: accuracy on the test set over minutes from the command")
+    for column in ("run", "answers a step", "step", "minutes", "accuracy", "divergence"):
+        table.add_column(column, justify="right")
+    for path in sorted(out.glob("*.jsonl")):
+        found, apart = real_tasks.read_run(path), divergences(path)
+        for each in found.evaluations:
+            minutes = f"{each['at_s'] / 60:.2f}" if found.facts["is_timed"] else "shared"
+            answers = str(found.facts["prompts"] * found.facts["group"])
+            cells = (found.name, answers, str(each["step"]), minutes, f"{each['accuracy']:.1%}")
+            table.add_row(*cells, apart.get(each["step"], ""), end_section=each is found.evaluations[-1])
+    Console(width=110).print(table)
+
+
+def divergences(results: Path) -> dict[int, str]:
+    """Return the divergence from the teacher by step, which only the folder of the run has."""
+    folders = sorted(results.parent.glob(f"{results.stem}-*/run/metrics.jsonl"))
+    records = real_tasks.read_lines(folders[-1]) if folders else []
+    return {record["step"]: f"{record['divergence']:.4f}" for record in records if "divergence" in record}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--student", type=Path, default=Path("build/qwen05"))
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--run", choices=tuple(KINDS))
+    what.add_argument("--show", type=Path, metavar="OUT", help="print the table of a folder's results")
     parser.add_argument("--teacher", type=Path, default=Path("build/qwen15"))
-    parser.add_argument("--data", type=Path, default=Path("build/gsm8k"))
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--questions", type=int, default=128, help="of a step")
-    parser.add_argument("--eval-every", type=int, default=5)
-    parser.add_argument("--only", choices=("grpo", "distill", "both"), nargs="*", default=["grpo", "distill", "both"])
-    parser.add_argument("--dry-run", action="store_true", help="without a GPU: whether everything runs")
-    parser.add_argument("--set", nargs="*", default=[], help="KEY=VALUE of every run")
-    args = parser.parse_args()
-    if not args.dry_run:
-        need_gpu()
-    student, teacher = existing(args.student), existing(args.teacher)
-    with tempfile.TemporaryDirectory() as directory:
-        folder = Path(directory)
-        write_data(GSM8K, args.data, folder)
-        length, answer = (256, 8) if args.dry_run else (1024, 400)
-        sizes = {"questions": args.questions, "rows": args.questions * args.steps, "every": args.eval_every}
-        text = CONFIG.format(student=student, reward=GSM8K_REWARD, length=length, answer=answer, **sizes)
-        (folder / "distill.yaml").write_text(text)
-        curves = {name: run(name, args, teacher, folder) for name in args.only}
-    if args.dry_run:
-        print("dry run: every command ran to its end, and nothing was measured")
+    parser.add_argument("--label", help="name of the run in files and tables; unset is its kind")
+    parser.add_argument("--set", nargs="*", default=[], help="KEY=VALUE of the run")
+    own, others = parser.parse_known_args()
+    if own.show is not None:
+        show(own.show)
     else:
-        print_curves(curves)
-
-
-def run(name: str, args: argparse.Namespace, teacher: Path, folder: Path) -> list[tuple[float, dict[str, Any]]]:
-    """Return the minutes that had passed at each record of a run's metrics, and the record."""
-    of_teacher = [*TEACHER, f"reference.model={teacher}"]
-    options = {"grpo": GRPO, "distill": ["rollout.samples_per_prompt=1", *of_teacher], "both": [*GRPO, *of_teacher]}
-    batch = args.questions * (1 if name == "distill" else SAMPLES)
-    command = ["-m", "hotseat", "run", "distill.yaml", f"name={name}", f"train.batch_size={batch}"]
-    first_step_s = stream([sys.executable, *command, *options[name], *args.set], folder)
-    records = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    steps = {record["step"]: record["step_s"] for record in records if "step_s" in record}
-    start_s = first_step_s - steps[1]
-    return [
-        ((start_s + sum(seconds for step, seconds in steps.items() if step <= record["step"])) / 60, record)
-        for record in records
-    ]
-
-
-def stream(command: Sequence[str], folder: Path) -> float:
-    """Run a command and print its output with seconds before each line; return those to the end of step 1."""
-    began_s, first_step_s = time.monotonic(), float("nan")
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            seconds = time.monotonic() - began_s
-            print(f"{seconds:6.1f}  {line}", end="", flush=True)
-            if line.startswith(("rl  1/", "rl 1/")):
-                first_step_s = seconds
-    if process.returncode:
-        raise SystemExit(process.returncode)
-    return first_step_s
-
-
-def print_curves(curves: dict[str, list[tuple[float, dict[str, Any]]]]) -> None:
-    table = Table(title="GSM8K: accuracy on the test set over minutes")
-    for column in ("run", "step", "minutes", "accuracy", "divergence", "reward"):
-        table.add_column(column, justify="right")
-    for name, curve in curves.items():
-        for minutes, record in curve:
-            if "eval/accuracy" in record:
-                values = [record.get(key) for key in ("eval/accuracy", "divergence", "reward")]
-                shown = ["" if value is None else f"{value:.3f}" for value in values]
-                table.add_row(name, str(record["step"]), f"{minutes:.1f}", *shown)
-    Console(width=110).print(table)
+        run(own, others)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,19 @@ def top_log_probs(logits: Tensor, how: Divergence) -> tuple[Tensor, Tensor]:
     return ids.to(torch.int32), _classes(scaled, ids, how.tail)
 
 
+def classes_of_top(log_probs: Tensor, tail: Tail) -> Tensor:
+    """Return log-probs of the classes where those of the most likely tokens alone are known, over all tokens.
+
+    log_probs: [num_rows, top_k] -> [num_rows, num_classes] in float32. The rest of a distribution is 1 minus the sum,
+    which is exact to some 1e-7: rarer than that it is not known.
+    """
+    if tail == "renormalise":
+        return log_probs.log_softmax(-1)
+    rest = 1 - log_probs.double().exp().sum(-1, keepdim=True)
+    others = rest.clamp(min=torch.finfo(torch.float32).eps).log()
+    return torch.cat([log_probs.double(), others], -1).log_softmax(-1).float()
+
+
 def divergence_from_top(logits: Tensor, ids: Tensor, teacher_log_probs: Tensor, how: Divergence) -> Tensor:
     """Compute the divergence over a teacher's most likely tokens, which `top_log_probs` returned.
 

@@ -35,9 +35,12 @@ def optional_packages(context: CheckContext) -> Iterator[Problem]:
         if arguments and kind.problem() is None:
             for name, reason in kind.refused_arguments(arguments):
                 yield Problem(f"rollout.engine_args.{name}", reason)
+    others = {"reference.engine": config.reference.engine}
     if has_judge_engine(config):
-        kind = engine_kind(config.reward.judge.engine.kind)
-        yield from problem_of("reward.judge.engine.kind", kind.problem())
+        others["reward.judge.engine.kind"] = config.reward.judge.engine.kind
+    for key, engine in others.items():
+        if engine is not None:
+            yield from problem_of(key, engine_kind(engine).problem())
 
 
 def backends(context: TrainingContext) -> Iterable[Problem]:

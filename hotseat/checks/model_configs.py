@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hotseat.checks.named_files import length_problem, models_of
+from hotseat.checks.named_files import length_problem, models_of, num_positions
 from hotseat.checks.stage import CheckContext, DataContext
 from hotseat.checks.tokenizers import tokenizer_of
 from hotseat.config import Config
@@ -87,6 +87,8 @@ def _model(
             _check_latent(config, model_config)
             if rollout.quantization is not None:
                 _check_quantisation(model_config)
+        if key == "reference.model" and config.reference.engine is not None:
+            _check_teacher_engine(config, model_config)
         if config.train.liger_kernel:
             check_liger(model_config)
         if is_value:
@@ -173,6 +175,18 @@ def _check_latent(config: Config, model_config: Any) -> None:
     for option, what in instead.items():
         if what:
             raise UnsupportedError(f"{name} has latent attention, with which {option} has not been tried: {what}")
+
+
+def _check_teacher_engine(config: Config, model_config: Any) -> None:
+    """Raise if the teacher's engine cannot run a model of this config, or not score sequences of full length."""
+    assert config.reference.engine is not None
+    _check_engine(config.reference.engine, config.data.max_length, model_config)
+    positions = num_positions(model_config.to_dict())
+    if positions is not None and config.data.max_length >= positions:
+        raise UserError(
+            f"on an engine it samples a token behind each sequence that it scores, and data.max_length is all of its"
+            f" {positions} positions: set that to {positions - 1} or less, or leave reference.engine unset"
+        )
 
 
 def _check_quantisation(model_config: Any) -> None:

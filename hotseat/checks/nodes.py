@@ -131,6 +131,7 @@ def _files(name: str, needed: Mapping[str, str], own: NodeFacts, theirs: NodeFac
 def _versions(name: str, config: Config, roles: Iterable[str], own: NodeFacts, theirs: NodeFacts) -> Iterator[Problem]:
     trains = any(role_entry(role).kind == "model" for role in roles)
     engines = {"rollout": config.rollout.engine, "judge": config.reward.judge.engine.kind}
+    engines |= {} if config.reference.engine is None else {"reference": config.reference.engine}
     packages = [engine_entry(engine).package for role, engine in engines.items() if role in roles]
     packages += [backend_entry(config.train.backend).package] if trains else []
     for package in dict.fromkeys([*_ALWAYS, *filter(None, packages)]):

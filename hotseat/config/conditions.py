@@ -178,6 +178,11 @@ DISTILLATION = Condition(
     has_teacher,
     "algorithm.distill.coef is 0 and algorithm.distill_coef is 0, so nothing is learned from teachers",
 )
+DISTRIBUTION = Condition(
+    "algorithm.distill.coef is above 0",
+    lambda c: c.algorithm.distill.coef > 0,
+    "algorithm.distill.coef is 0, so nothing is learned from a teacher's distribution",
+)
 DISTILLED = _is_above_0("coef", ", so nothing is learned from a teacher's distribution")
 BETA = _names("divergence", lambda name: divergence_entry(name).has_beta, names_that(DIVERGENCES, "has_beta"))
 NOT_ALL_SAMPLED = Beside("sampled", lambda share: share < 1, "is below 1", "{key} is {value}, so no answer is given")

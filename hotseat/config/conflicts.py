@@ -211,6 +211,8 @@ def _distillation(config: Config) -> Problems:
         return
     if distill.teacher_input_key is not None:
         yield from _teacher_prompts(config)
+    if reference.engine is not None:
+        yield from _teacher_engine(config)
     if distill.sampled < 1:
         yield from _given_answers(config)
     if reference.teacher_weights:
@@ -230,6 +232,25 @@ def _distillation(config: Config) -> Problems:
             "true: a divergence from a teacher is not part of what it compiles; set it to false, or"
             " algorithm.distill.coef to 0",
         )
+
+
+def _teacher_engine(config: Config) -> Problems:
+    """Find what an engine does not do for a teacher."""
+    reference, train, entry = config.reference, config.train, engine_entry(str(config.reference.engine))
+    if not entry.teaches:
+        names = " or ".join(names_that(ENGINES, "teaches"))
+        yield "reference.engine", f"{entry.name}, which says no likely tokens: set it to {names}, or leave it unset"
+    problems = {
+        "reference.teachers is set, and an engine has one model: set reference.model": bool(reference.teachers),
+        "algorithm.distill.top_k is null, and an engine gives no hidden states: set that to 64 or so": (
+            config.algorithm.distill.top_k is None
+        ),
+        "train.tensor_parallel_size or train.sequence_parallel_size is above 1, and each of its processes has a whole"
+        " model": train.num_model_parallel > 1,
+        "there are images, which a teacher on an engine is not built for yet": has_images(config),
+    }
+    for problem in (text for text, is_met in problems.items() if is_met):
+        yield "reference.engine", f"{entry.name}: {problem}, or leave this unset"
 
 
 def _teacher_prompts(config: Config) -> Problems:

@@ -121,6 +121,7 @@ class EngineMemory:
     kept_prompts: int = 0  # of full length, whose KV cache is kept beside the slots
     encodes_by_prompt: bool = False  # images of one prompt, or of small ones, at a time; else of all that a step begins
     expands_latent: bool = False  # it makes keys and values of all latent values in its cache, layer by layer
+    logit_rows: int | None = None  # tokens whose logits it has at once; None: one of each slot
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from hotseat.registry.roles import role_entry
 _QWEN_VALUES = 6  # numbers of a pixel in a patch: three colours, twice, since a still image is a film of two
 DEFAULT_SLOTS = 64  # where `rollout.num_slots` is unset; on GPUs see `planning.slots`
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+TEACHER_SLOTS = 8  # sequences that a teacher's engine reads at a time
 _TOP_BYTES = 8  # of a token that a teacher finds likely: its number, and its log-prob in fp32
 
 
@@ -145,7 +146,22 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         # Without rollouts the actor stays while a reference scores.
         can_offload = entry.parts if config.has_rollouts else frozenset()
         return replace(spec, can_offload=can_offload, memory=_train_memory(config, role))
+    if role == "reference" and config.reference.engine is not None:
+        return replace(spec, memory=_teacher_memory(config))
     return replace(spec, memory=_score_memory(config, role))
+
+
+def _teacher_memory(config: Config) -> EngineMemory:
+    """Return the memory settings of a teacher behind an engine, whose cache stays while its weights do."""
+    num_bytes, length = _BYTES[dtype_of(config)], config.data.max_length
+    return EngineMemory(
+        max_tokens=length,
+        slots=TEACHER_SLOTS,
+        weight_bytes=num_bytes,
+        kv_bytes=num_bytes,
+        cuda_graphs=False,
+        logit_rows=length,
+    )
 
 
 def _engine_memory(config: Config, role: str, engine: EngineEntry) -> EngineMemory:

@@ -12,7 +12,7 @@ from hotseat.registry.lookup import Table, names_with
 class EngineEntry:
     """Facts about a rollout engine."""
 
-    name: str  # of `rollout.engine` and `reward.judge.engine.kind`
+    name: str  # of `rollout.engine`, `reward.judge.engine.kind` and `reference.engine`
     title: str  # in messages
     summary: str  # for the docs
     kind: str  # "module:attribute" of its `rollout.kinds.EngineKind`
@@ -30,6 +30,7 @@ class EngineEntry:
     is_busy_per_sequence: bool = False  # on the host, in each step: small models leave their device idle
     compiles: bool = False  # when it starts, which takes longer than other roles' starts
     acts_in_numbers: bool = False  # it runs policies that act in numbers (`hotseat.numeric`) instead of language models
+    teaches: bool = False  # it says which tokens are likely at each place of given ones (`reference.engine`)
     needs_bf16_units: tuple[str, ...] = ()  # machines on whose CPUs it cannot compute in bf16 without units for it
 
     def without(self, option: str) -> str:
@@ -80,6 +81,7 @@ ENGINES = Table[EngineEntry](
         is_sized_by_images=True,
         is_busy_per_sequence=True,
         compiles=True,
+        teaches=True,
         needs_bf16_units=("aarch64",),
     ),
     EngineEntry(

@@ -41,6 +41,7 @@ class EngineOptions:
     has_nf4: bool = False  # linear layers are in NF4, as the trainer's are, and adapters are beside them
     fp8_cache: bool = False  # the KV cache
     role: str = "rollout"  # names its log
+    num_likely: int = 0  # of a teacher: its most likely tokens at each place; its cache is what its slots need
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from hotseat.algorithms.routing import RoutingShape
 from hotseat.errors import DeadlineError, HotseatError, RunError, UserError, WeightError
 from hotseat.model_source import ModelSource
 from hotseat.placement.role_names import Part
-from hotseat.rollout.engine import PARTS, Engine, ServingOptions
+from hotseat.rollout.engine import PARTS, Engine, ServingOptions, check_scoring
 from hotseat.rollout.live_weights import WeightNames
 from hotseat.rollout.open_requests import EngineSequence
-from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, AdapterOptions, Core, Sampled
+from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, AdapterOptions, Core, PromptScores, Sampled
 from hotseat.types import Completion, Request
 from hotseat.vision import policy_class
 
@@ -147,6 +147,34 @@ class VllmEngine(Engine):
     def _score(
         self, sequences: Sequence[Sequence[int]], temperature: float, images: Sequence[Sequence[str]]
     ) -> list[list[float]]:
+        scores = self._scores(sequences, images, temperature)
+        return [[0.0] if each is None else [0.0, *each.log_probs[:, 0].tolist()] for each in scores]
+
+    def likely_tokens(
+        self, sequences: Sequence[Sequence[int]], temperature: float, num_likely: int, vocab_size: int | None = None
+    ) -> list[PromptScores | None]:
+        """Return the most likely tokens at each place of sequences but the first; None for one of a single token.
+
+        vocab_size: log-probs are of the distribution over the first tokens of the vocabulary; None: over all.
+        """
+        check_scoring(sequences, temperature, self._max_length, self._vocab_size)
+        seen: list[Sequence[str]] = [()] * len(sequences)
+
+        @torch.inference_mode()
+        def score() -> list[PromptScores | None]:
+            self._serving.raise_unless_scorable(self.scores_with)
+            return self._scores(sequences, seen, temperature, num_likely, vocab_size)
+
+        return self._thread.call("likely_tokens", score)
+
+    def _scores(
+        self,
+        sequences: Sequence[Sequence[int]],
+        images: Sequence[Sequence[str]],
+        temperature: float,
+        num_likely: int = 0,
+        vocab_size: int | None = None,
+    ) -> list[PromptScores | None]:
         longest = max(map(len, sequences), default=0)
         if longest >= self._core.max_length:
             raise UserError(
@@ -158,12 +186,12 @@ class VllmEngine(Engine):
         self._pause()
         if self._running and not self._core.has_room_for(sorted(map(len, sequences))[-SCORED_AT_ONCE:]):
             self._core.forget_cache()  # requests in flight give up their keys, and compute them again afterwards
-        self._core.call("hotseat_score_at", temperature, timeout_s=self._call_timeout_s)
-        scores: list[list[float]] = [[0.0] for _ in sequences]
+        self._core.call("hotseat_score_by", temperature, vocab_size, timeout_s=self._call_timeout_s)
+        scores: list[PromptScores | None] = [None] * len(sequences)
         chosen = [index for index, tokens in enumerate(sequences) if len(tokens) > 1]
         with self._core.alone():
             for start in range(0, len(chosen), SCORED_AT_ONCE):
-                self._score_some(sequences, images, chosen[start : start + SCORED_AT_ONCE], scores)
+                self._score_some(sequences, images, chosen[start : start + SCORED_AT_ONCE], num_likely, scores)
             self._core.drain()
         return scores
 
@@ -172,19 +200,23 @@ class VllmEngine(Engine):
         sequences: Sequence[Sequence[int]],
         images: Sequence[Sequence[str]],
         chosen: list[int],
-        scores: list[list[float]],
+        num_likely: int,
+        scores: list[PromptScores | None],
     ) -> None:
         asked = {}
         for index in chosen:
             self._num_named += 1
             name = f"{self._num_named}/score"
             asked[name] = index
-            self._core.add_to_score(name, sequences[index], images[index], self._salt)
+            self._core.add_to_score(name, sequences[index], images[index], self._salt, num_likely)
         deadline = time.monotonic() + self._call_timeout_s
         while asked:
             for sampled in self._core.step():
-                if sampled.prompt_log_probs is not None:
-                    scores[asked[sampled.request_id]] += sampled.prompt_log_probs
+                if sampled.prompt is not None:
+                    index = asked[sampled.request_id]
+                    before = scores[index]
+                    both = (sampled.prompt,) if before is None else (before, sampled.prompt)
+                    scores[index] = PromptScores(*(torch.cat(each) for each in zip(*both, strict=True)))
                 if sampled.is_finished:
                     del asked[sampled.request_id]
             if time.monotonic() > deadline:

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -164,14 +165,31 @@ def _wide_logits(
     return None if logits is None else logits[..., : processor.org_vocab_size].contiguous()
 
 
-def let_prompts_be_scored_at(model_runner: Any, temperature: Callable[[], float]) -> None:
-    """Make vLLM's prompt log-probs those of a temperature: divide the logits that they are made from, and no others."""
+@dataclass(frozen=True)
+class Scoring:
+    """Distribution of which prompt log-probs are: at a temperature, and over the first tokens of the vocabulary."""
+
+    temperature: float = 1.0
+    vocab_size: int | None = None  # None: all
+
+    def applied(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.temperature != 1.0:
+            logits = logits.float() / self.temperature
+        if self.vocab_size is not None and self.vocab_size < logits.shape[-1]:
+            logits = logits.float().index_fill(
+                -1, torch.arange(self.vocab_size, logits.shape[-1], device=logits.device), -torch.inf
+            )
+        return logits
+
+
+def let_prompts_be_scored_by(model_runner: Any, scoring: Callable[[], Scoring]) -> None:
+    """Make vLLM's prompt log-probs those of a distribution: change the logits behind them, and no others."""
     if hasattr(model_runner, "_get_prompt_logprobs_dict"):
         of_prompts, model = model_runner._get_prompt_logprobs_dict, model_runner.model
 
         def scored(*args: Any, **kwargs: Any) -> Any:
             compute = model.compute_logits
-            model.compute_logits = lambda *args_of_logits: _divided(compute(*args_of_logits), temperature())
+            model.compute_logits = lambda *args_of_logits: scoring().applied(compute(*args_of_logits))
             try:
                 return of_prompts(*args, **kwargs)
             finally:
@@ -183,13 +201,9 @@ def let_prompts_be_scored_at(model_runner: Any, temperature: Callable[[], float]
     of_batch = worker.compute_prompt_logprobs
 
     def scored_batch(logits_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return of_batch(lambda *args_of_logits: _divided(logits_fn(*args_of_logits), temperature()), *args, **kwargs)
+        return of_batch(lambda *args_of_logits: scoring().applied(logits_fn(*args_of_logits)), *args, **kwargs)
 
     worker.compute_prompt_logprobs = scored_batch
-
-
-def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    return logits if temperature == 1.0 else logits.float() / temperature
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

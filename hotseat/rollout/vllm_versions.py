@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hotseat.algorithms.head import HALVES
 from hotseat.errors import WorkerError
@@ -36,6 +37,7 @@ from hotseat.rollout.vllm_images import (
 from hotseat.types import Request
 from hotseat.vision import placeholder_ids
 
+_USUAL_LOG_PROBS = 20  # vLLM's default
 SCORED_AT_ONCE = 8  # sequences; vLLM has room for them beside the slots
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"  # of the only adapter, whose values pushes replace
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
@@ -80,13 +82,23 @@ class AdapterOptions:
     layers: tuple[str, ...]  # names of layers in the Hugging Face model
 
 
+class PromptScores(NamedTuple):
+    """Tokens and their log-probs at each place of a prompt but the first: its own token, then the most likely ones.
+
+    [num_tokens - 1, 1 + num_likely] each.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+
+
 class Sampled(NamedTuple):
     """The result of a step for one request."""
 
     request_id: str
     token_ids: list[int]
     log_probs: list[float]
-    prompt_log_probs: list[float] | None  # of the second prompt token and those after it
+    prompt: PromptScores | None
     is_finished: bool
     routing: Any | None = None  # [tokens, layers, k] of numpy: experts of tokens that were processed, one after another
 
@@ -177,11 +189,16 @@ class Core:
         )
 
     def add_to_score(
-        self, name: str, token_ids: Sequence[int], images: Sequence[str] = (), salt: str | None = None
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        images: Sequence[str] = (),
+        salt: str | None = None,
+        num_likely: int = 0,
     ) -> None:
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=num_likely, ignore_eos=True, detokenize=False)
         self._add(name, token_ids, params, images, salt)
 
     def _add(self, name: str, token_ids: Sequence[int], params: Any, images: Sequence[str], salt: str | None) -> None:
@@ -218,7 +235,7 @@ class Core:
                     output.request_id,
                     output.new_token_ids,
                     [] if log_probs is None else log_probs.logprobs[:, 0].tolist(),
-                    None if scores is None else scores.logprobs[:, 0].tolist(),
+                    None if scores is None else PromptScores(scores.logprob_token_ids, scores.logprobs),
                     reason is not None,
                     output.routed_experts,
                 )
@@ -323,6 +340,7 @@ def _engine_args(
         enable_chunked_prefill=False if is_cpu else None,
         trust_remote_code=settings.model.trust_remote_code,
         logprobs_mode="processed_logprobs",
+        max_logprobs=max(_USUAL_LOG_PROBS, options.num_likely),
         generation_config="vllm",  # sampling is what a request says, not what the model's files say
         enable_sleep_mode=not is_cpu,
         moe_backend="auto" if is_cpu else "triton",  # others keep experts in an order of their own
@@ -392,11 +410,11 @@ def _adapters(adapters: AdapterOptions | None) -> dict[str, Any]:
 def memory_arguments(settings: EngineSettings, model_config: Any, is_cpu: bool) -> dict[str, Any]:
     """Return the arguments by which vLLM takes memory.
 
-    On a CPU, where vLLM would take most of the host's memory, the cache is what all slots need: at most 4 GiB, but room
-    for two sequences in any case.
+    On a CPU, where vLLM would take most of the host's memory, and for a teacher, which shares its device, the cache is
+    what all slots need: at most 4 GiB, but room for two sequences in any case.
     """
     options = settings.options
-    if not is_cpu:
+    if not is_cpu and not options.num_likely:
         cache = {} if options.cache_gib is None else {"kv_cache_memory_bytes": int(options.cache_gib * 2**30)}
         return cache | {
             "gpu_memory_utilization": options.memory_share or settings.entry.memory_share,
@@ -407,7 +425,9 @@ def memory_arguments(settings: EngineSettings, model_config: Any, is_cpu: bool) 
     width = _cache_width(config, options.tensor_parallel_size)
     one = settings.max_length * config.num_hidden_layers * width * getattr(torch, settings.dtype).itemsize
     one += vllm_delta_rule.state_bytes(model_config)
-    return {"kv_cache_memory_bytes": int(max(64 << 20, 2 * one, min(4 << 30, settings.num_slots * one)))}
+    cache_bytes = int(max(64 << 20, 2 * one, min(4 << 30, settings.num_slots * one)))
+    # With the cache given, the share is only what has to be free when vLLM starts.
+    return {"kv_cache_memory_bytes": cache_bytes} | ({} if is_cpu else {"gpu_memory_utilization": 0.01})
 
 
 def _cache_width(config: Any, tensor_parallel_size: int) -> int:

@@ -78,9 +78,9 @@ class WorkerExtension:
                 self.hotseat_taken.setdefault(piece.name, []).append(piece)
         self.hotseat_buffers: dict[str, Tensor] = {}
         self.hotseat_is_dropped = False  # memory of the weights was given up without a copy
-        if not hasattr(self, "hotseat_temperature"):
-            self.hotseat_temperature = 1.0
-            inside.let_prompts_be_scored_at(self.model_runner, lambda: self.hotseat_temperature)
+        if not hasattr(self, "hotseat_scoring"):
+            self.hotseat_scoring = inside.Scoring()
+            inside.let_prompts_be_scored_by(self.model_runner, lambda: self.hotseat_scoring)
         reached = {piece.name for piece in self.hotseat_pieces}
         return {
             "bytes": inside.part_bytes(self),
@@ -99,8 +99,8 @@ class WorkerExtension:
         self.hotseat_pieces = [replace(piece, is_taken_here=True) for piece in self.hotseat_pieces]
         return None
 
-    def hotseat_score_at(self, temperature: float) -> None:
-        self.hotseat_temperature = temperature
+    def hotseat_score_by(self, temperature: float, vocab_size: int | None = None) -> None:
+        self.hotseat_scoring = inside.Scoring(temperature, vocab_size)
 
     # --- weights ------------------------------------------------------------------------------------------------------
 

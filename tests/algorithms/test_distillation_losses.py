@@ -10,6 +10,7 @@ from hypothesis import given
 
 from hotseat.algorithms.distillation import (
     Divergence,
+    classes_of_top,
     divergence,
     divergence_from_logits,
     divergence_from_top,
@@ -138,6 +139,19 @@ def test_the_tail_of_a_sure_teacher_keeps_its_digits():
     assert found.item() >= 0
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("tail", ["other", "renormalise"])
+def test_classes_follow_from_log_probs_of_the_likely_tokens_alone(tail):
+    teacher, how = numbers(5, 4, 9, scale=2), Divergence("reverse_kl", top_k=3, tail=tail)
+    ids, expected = top_log_probs(teacher, how)
+    log_probs = teacher.log_softmax(-1).gather(-1, ids.long())
+    assert_close(classes_of_top(log_probs, tail).double(), expected, 1e-6)
+    rest = classes_of_top(torch.tensor([[math.log(0.5), math.log(0.25)]]), "other")
+    assert_close(rest.exp(), torch.tensor([[0.5, 0.25, 0.25]]), 1e-6)
+    # A sum of 1 up to rounding, or above it, leaves a rest, so that nothing is infinite.
+    sure = classes_of_top(torch.tensor([[0.0, -40.0], [1e-7, -40.0]]), "other")
+    assert sure[:, 2].tolist() == pytest.approx([math.log(2**-23)] * 2, abs=1e-5)
 
 
 def test_padding_of_vocabularies_does_not_count():

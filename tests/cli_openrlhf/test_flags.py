@@ -203,6 +203,7 @@ WITHOUT_A_FLAG = {
     "log.trackio.run_name",
     "log.trackio.space",
     "name",
+    "reference.engine",
     "reference.teacher_weights",
     "reference.teachers",
     "reward.functions",

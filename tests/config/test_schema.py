@@ -49,6 +49,7 @@ VALUES: Mapping[str, Any] = {
     "components": {"mine": {"path": "a.py:Mine"}},
     "data.sampler": "a.py:sample",
     "eval.sets": {"sums": {"path": "e"}},
+    "reference.engine": "vllm",
     "reference.teacher_weights": {"a": 1.0},
     "reward.judge.choices": {"good": 1.0},
     "reward.graders": [{"kind": "exact"}],
@@ -235,7 +236,7 @@ def test_every_key_is_refused_by_each_condition_that_does_not_hold():
     expected = {(key, each) for key in fields for _, each in conditions_of(key)}
     # The key itself meets the condition, or the condition is about dpo alone, and the key is for rl.
     met = {("reward.judge.rubric", when.JUDGE), ("env.path", when.ENV), ("reference.model", when.OTHER_REFERENCE)}
-    teachers = ("reference.teachers", "reference.teacher_weights")
+    teachers = ("reference.teachers", "reference.teacher_weights", "reference.engine")
     met |= {(key, each) for key in teachers for each in (when.COMPARED, when.OTHER_REFERENCE)}
     assert {(key, each.words_at("")) for key, each in expected - seen - met} == set()
 

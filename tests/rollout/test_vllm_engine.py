@@ -158,6 +158,30 @@ def test_a_kept_cache_serves_requests_of_its_own_version_alone(shared: Shared) -
     assert list(late.log_probs) == pytest.approx(expected, abs=subject.tolerance)
 
 
+@pytest.mark.parametrize(("temperature", "vocab_size"), [(1.0, None), (0.7, 50)])
+def test_likely_tokens_are_those_of_the_distribution_at_each_place(
+    shared: Shared, temperature: float, vocab_size: int | None
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    # More sequences than are read at a time, and one without a place of which something could be said.
+    sequences = [torch.randint(0, 50, (length,), generator=generator).tolist() for length in (9, 1, *range(12, 30, 2))]
+    with shared.engine() as engine:
+        found = engine.likely_tokens(sequences, temperature, 5, vocab_size)
+    assert found[1] is None
+    for tokens, scores in zip(sequences, found, strict=True):
+        if scores is None:
+            continue
+        with torch.no_grad():
+            logits = shared.model(0)(torch.tensor([tokens])).logits[0, :-1, :vocab_size].double()
+        log_probs = (logits / temperature).log_softmax(-1)
+        top = log_probs.topk(5)
+        assert torch.equal(scores.ids[:, 0].long(), torch.tensor(tokens[1:]))
+        assert torch.equal(scores.ids[:, 1:].long(), top.indices)
+        torch.testing.assert_close(scores.log_probs[:, 1:].double(), top.values, rtol=0, atol=2e-5)
+        own = log_probs.gather(-1, torch.tensor(tokens[1:])[:, None])
+        torch.testing.assert_close(scores.log_probs[:, :1].double(), own, rtol=0, atol=2e-5)
+
+
 def test_logits_of_a_16_bit_model_are_float32_by_vllm_or_by_us() -> None:
     """What reaches the sampler, and what log-probs are made of: the same where vLLM has no type for the head."""
     seen: list[torch.dtype] = []

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hotseat.config import conditions as when
-from hotseat.config.annotations import RL, Acts, MayChange
+from hotseat.config.annotations import RL, Acts, EngineName, MayChange
 from hotseat.config.schema.section import AboveZero, Amount, Decay, Fraction, NotNegative, Section, Share
 
 
@@ -83,6 +83,8 @@ class ReferenceConfig(Section):
     """Checkpoints of several teachers by name, instead of `model`; a prompt's `datasource` names its teacher."""
     teacher_weights: Annotated[dict[str, Share], RL, when.DISTILLATION] = {}
     """Weight of every teacher for all prompts, instead of one teacher by `datasource`; they add up to 1."""
+    engine: Annotated[EngineName | None, RL, when.DISTRIBUTION, MayChange.ENGINE] = None
+    """Engine on which the teacher of `algorithm.distill` runs; unset: it runs behind the training backend."""
     enable_offload: Annotated[bool | None, when.REFERENCE_IN_STEPS, MayChange.PLACEMENT] = None
     """Offload its weights between phases: true always, false never, unset as needed."""
 

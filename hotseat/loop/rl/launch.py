@@ -23,7 +23,7 @@ from hotseat.loop.rl.groups import Groups, RolloutHosts
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.rl.role_records import LaunchContext, RoleRecord, engine_settings_of, host_places, records_of
 from hotseat.loop.rl.stream import Recording
-from hotseat.loop.settings.rollout_settings import are_adapters_alone, host_settings
+from hotseat.loop.settings.rollout_settings import are_adapters_alone, host_settings, teacher_engine_settings
 from hotseat.loop.state.run_dir import LOGS
 from hotseat.loop.state.watchdog import Readiness
 from hotseat.loop.workers.engine_worker import EngineWorker
@@ -69,6 +69,7 @@ def launch_groups(
             host if recording is None else replaying(host, recording.folder, samples),
             proof,
             samples,
+            teacher=teacher_engine_settings(config, run_dir / LOGS),
         )
         launching = _Launching(launch, readiness, journal)
         launching.launch_all()

@@ -33,6 +33,7 @@ from hotseat.loop.workers.folder_proof import FolderProof
 from hotseat.loop.workers.host_settings import HostSettings
 from hotseat.loop.workers.model_workers import ActorWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import RolloutHost
+from hotseat.loop.workers.teacher_engine import TeacherEngineWorker
 from hotseat.loop.workers.teachers import TeachersWorker
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.placement import Plan
@@ -60,6 +61,7 @@ class LaunchContext:
     host: HostSettings
     folder_proof: FolderProof | None
     samples: bool  # a replay that evaluates nothing takes neither engines nor rewards
+    teacher: EngineSettings | None = None  # of the engine of the reference; None: that has a training backend
 
     @property
     def measures_its_device(self) -> bool:
@@ -201,6 +203,8 @@ def _critic(launch: LaunchContext) -> Worker:
 def _reference(launch: LaunchContext) -> Worker:
     config, reference = launch.config, launch.config.reference
     options = train_options(config, launch.schedule_length, is_trained=False)
+    if launch.teacher is not None:
+        return TeacherEngineWorker, (launch.teacher,)
     if reference.teachers:
         weights = reference.teacher_weights or None
         teachers = {name: source_of(config, model) for name, model in reference.teachers.items()}

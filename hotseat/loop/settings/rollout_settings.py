@@ -32,7 +32,7 @@ from hotseat.loop.workers.host_settings import HostImages, HostSettings, ScorerS
 from hotseat.loop.workers.observations import SimulationSettings
 from hotseat.placement import Plan
 from hotseat.planning.config_plan import EngineRoom, episodes_per_engine
-from hotseat.planning.role_specs import engine_of, engine_slots
+from hotseat.planning.role_specs import TEACHER_SLOTS, engine_of, engine_slots
 from hotseat.registry.engines import engine_entry
 from hotseat.registry.estimators import estimator_entry
 from hotseat.rewards.addresses import bearer_token
@@ -149,6 +149,27 @@ def judge_engine_settings(
         num_threads=config.cluster.threads_per_process,
         is_deterministic=config.train.full_determinism,
         engine=engine.kind,
+        options=options,
+    )
+
+
+def teacher_engine_settings(config: Config, logs: Path) -> EngineSettings | None:
+    """Return the settings of a teacher's engines; None if its model is behind a training backend."""
+    reference, top_k = config.reference, config.algorithm.distill.top_k
+    if reference.engine is None:
+        return None
+    assert top_k is not None
+    # It reads whole texts and samples nothing, for which graphs are of no use.
+    options = EngineOptions(enforce_eager=True, logs=str(logs), role="reference", num_likely=top_k)
+    return EngineSettings(
+        model=source_of(config, reference.model),
+        max_length=config.data.max_length,
+        num_slots=TEACHER_SLOTS,
+        eos_token_ids=(),
+        dtype=engine_dtype(config),
+        num_threads=config.cluster.threads_per_process,
+        is_deterministic=config.train.full_determinism,
+        engine=reference.engine,
         options=options,
     )
 

@@ -23,6 +23,7 @@ from hotseat.algorithms.shaping import overlong_penalty, penalise_truncation
 from hotseat.algorithms.time_steps import mean_on_tokens, step_starts
 from hotseat.algorithms.turns import TurnCredit
 from hotseat.errors import RewardError
+from hotseat.loop.workers.by_sample import BySample, TeacherScores, by_sample
 from hotseat.loop.workers.group_format import columns_of, routing_of, row_of, samples_of
 from hotseat.loop.workers.losses import (
     ADVANTAGES,
@@ -165,7 +166,16 @@ def for_teacher(groups: Sequence[PromptGroup], batch: MicroBatch) -> MicroBatch:
     return MicroBatch.from_segments(ids, masks, batch.sample_ids)
 
 
-def behind_own_prompts(groups: Sequence[PromptGroup], values: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+def teacher_scores(
+    groups: Sequence[PromptGroup], pieces: Sequence[MicroBatch], outputs: Mapping[str, Sequence[Tensor]]
+) -> TeacherScores:
+    """Return a teacher's log-probs and further outputs of the pieces of `for_teacher`, for the policy's tokens."""
+    every = {name: by_sample(pieces, of_pieces) for name, of_pieces in outputs.items()}
+    scores = {name: BySample(_behind_own_prompts(groups, values)) for name, values in every.items()}
+    return TeacherScores(scores.pop("log_probs"), scores)
+
+
+def _behind_own_prompts(groups: Sequence[PromptGroup], values: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor]]:
     """Return what a teacher said of the tokens of `for_teacher`, by sample id, for the tokens of the policy's batch."""
     moved = {}
     for group in groups:

@@ -159,9 +159,8 @@ class ModelWorker(BackendWorker):
             lambda pieces: self._backend.teach(pieces, temperature, how),
         )
         names = [name for name in TEACHER_FIELDS if outputs and name in outputs[0]]
-        every = {name: by_sample(pieces, [each[name] for each in outputs]) for name in ("log_probs", *names)}
-        scores = {name: BySample(experience.behind_own_prompts(groups, values)) for name, values in every.items()}
-        return TeacherScores(scores.pop("log_probs"), scores)
+        every = {name: [each[name] for each in outputs] for name in ("log_probs", *names)}
+        return experience.teacher_scores(groups, pieces, every)
 
     def _score(self, batch: MicroBatch, cut: BatchSettings, temperature: float) -> BySample:
         pieces, scores = self._cutter.run(
