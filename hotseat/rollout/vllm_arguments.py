@@ -31,6 +31,7 @@ _SET_BY: Mapping[str, str] = {
     "rollout.memory_share": "gpu_memory_utilization kv_cache_memory_bytes",
     "rollout.prefix_caching": "enable_prefix_caching",
     "rollout.enforce_eager": "enforce_eager",
+    "algorithm.distill.top_k": "max_logprobs",
     "rollout.routing_replay": "enable_return_routed_experts aux_output_config",
     "rollout.enable_offload": (
         "enable_sleep_mode enable_cumem_allocator sleep_mode_offload_cudagraph sleep_preserve_parameter_names"
@@ -55,6 +56,7 @@ _RELIED_ON: Mapping[str, str] = {
     "tokens must be sampled from the distribution that the trainer computes": (
         "logits_processors generation_config override_generation_config disable_sliding_window diffusion_config"
     ),
+    "states of linear attention are in fp32, as the trainer has them": "mamba_ssm_cache_dtype gdn_prefill_backend",
     "speculative_config sets it, and takes n-gram drafts alone": "spec_method spec_model spec_tokens",
     _RANKS: (
         "distributed_executor_backend pipeline_parallel_size prefill_context_parallel_size"

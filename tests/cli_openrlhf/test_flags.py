@@ -264,6 +264,7 @@ WITHOUT_A_FLAG = {
     "rollout.num_slots",
     "rollout.pipeline_stage_num",
     "rollout.quantization",
+    "rollout.routing_replay",
     "rollout.stop",
     "rollout.top_k",
     "run.max_restarts",

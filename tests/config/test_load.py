@@ -74,7 +74,7 @@ def test_an_unknown_key_that_stands_elsewhere_is_pointed_there():
 def test_an_unknown_key_like_no_other_lists_its_section():
     [problem] = problems_of("reference: {zzz: 1}")
     assert problem.endswith(
-        "reference.zzz: unknown key; reference has: model, teachers, teacher_weights, enable_offload"
+        "reference.zzz: unknown key; reference has: model, teachers, teacher_weights, engine, enable_offload"
     )
 
 

@@ -90,8 +90,7 @@ class RolloutConfig(Section):
     lora_sync: Annotated[
         Literal["merged", "adapter"] | None, when.LORA, when.engine_has("lora_sync"), MayChange.ENGINE
     ] = None
-    """Send vLLM all weights with adapters merged in, or adapters alone, which it applies beside the weights it has;
-    unset: merged, or with train.load_in_4bit adapters alone."""
+    """Send vLLM weights with adapters merged in, or adapters alone; unset: merged, or adapters beside 4-bit weights."""
     weight_transport: Annotated[Literal["auto", "nccl", "gloo"], when.OTHER_DEVICES, MayChange.ENGINE] = "auto"
     """How weights reach engines on other devices; engines on the actor's devices always share memory."""
     enable_offload: Annotated[bool | None, MayChange.PLACEMENT] = None

@@ -84,7 +84,7 @@ class TrainConfig(Section):
     """Leave the visual encoder as it is, and train the rest of a vision-language model."""
     liger_kernel: bool = False
     """Liger kernels in the layers' norms and gates, on a GPU, instead of torch.compile."""
-    load_in_4bit: Annotated[bool, when.FROZEN_WEIGHTS] = False
+    load_in_4bit: Annotated[bool, when.FROZEN_WEIGHTS, Acts.WHILE_SAMPLING] = False
     """Keep the frozen weights of linear layers in NF4, 4 bits each, in trainer and engines alike (QLoRA)."""
     sequence_parallel_size: Annotated[Positive, MayChange.PLACEMENT] = 1
     """Ranks that share the sequences of a micro-batch (Ulysses); it divides the ranks and the attention heads."""

@@ -57,7 +57,7 @@ def test_engines_that_measure_their_devices_start_one_at_a_time_before_models_lo
         engines={"rollout": engine, "judge": engine},
         host=SimpleNamespace(spool=None),
         folder_proof=None,
-        is_replay=False,
+        samples=True,
     )
     assert launch.measures_its_device
     assert not launch.warms_models_up

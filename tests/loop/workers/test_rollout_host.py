@@ -83,6 +83,6 @@ def test_a_replay_starts_no_graders(tmp_path):
     settings = host_settings(loads(rl_yaml(tmp_path, reward=scored, eval=evaluated)), tmp_path)
     assert settings.scorers.reward.graders
     assert settings.scorers.evaluation.graders
-    host = replaying(settings, tmp_path)
+    host = replaying(settings, tmp_path, samples=False)
     assert host.agent is None
     assert host.scorers == ScorerSettings()
