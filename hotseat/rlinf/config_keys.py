@@ -347,6 +347,8 @@ def _estimator(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[st
         unused.append((_BASELINE, f"algorithm.adv_type is {kind}; it is for reinpp"))
     if kind in ("reinpp", "raw") and ours.pop("algorithm.gamma", None) is not None:
         unused.append(("algorithm.gamma", f"RLinf does not discount where algorithm.adv_type is {kind}"))
+    if kind not in (None, "gae") and ours.pop("env.bootstrap_terminated", None) is not None:
+        unused.append(("algorithm.bootstrap_type", f"algorithm.adv_type is {kind}, which has no critic"))
     if kind is not None:
         ours["reward.clip"] = None  # RLinf takes rewards as they are
     if kind == "raw" and not normalises:

@@ -147,6 +147,14 @@ def test_keys_of_rewards_have_the_meaning_that_they_have_there(key, value, ours)
     assert key not in dict(translation.no_effect)
 
 
+def test_values_of_last_observations_are_listed_where_no_critic_gives_any():
+    cfg = with_key("algorithm.bootstrap_type", "always")
+    cfg["algorithm"]["adv_type"] = "grpo"
+    translation = translate(cfg)
+    assert "bootstrap_terminated" not in translation.values["env"]
+    assert "has no critic" in dict(translation.no_effect)["algorithm.bootstrap_type"]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [

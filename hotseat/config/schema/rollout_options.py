@@ -181,7 +181,7 @@ class EnvConfig(Section):
     """Factor of these rewards."""
     relative_rewards: bool = False
     """Reward an action with the change of the reward since the action before; the first has its own."""
-    bootstrap_terminated: bool = False
+    bootstrap_terminated: Annotated[bool, when.CRITIC] = False
     """Add the critic's value of the last observation where a task ended, too, not only where time ran out."""
     num_seeds: Positive = 1024
     """Seeds of each task to learn from; a task and a seed are a prompt."""
