@@ -7,8 +7,17 @@ import statistics
 from dataclasses import replace
 
 from hotseat.observe.diagnosis.ending import MIN_STEPS, Ending, fall_of, has_learned
-from hotseat.observe.diagnosis.signs import Change, Evidence, Signs, entropy_metric, evidence_at, lasting, shown, slower
-from hotseat.observe.recorded import Curve, Recorded
+from hotseat.observe.diagnosis.signs import (
+    Evidence,
+    OptionChange,
+    Signs,
+    entropy_metric,
+    evidence_at,
+    lasting,
+    shown,
+    slower,
+)
+from hotseat.observe.recorded import MetricCurve, Recorded
 from hotseat.registry.correction_kinds import OFF_POLICY_CORRECTION
 from hotseat.registry.engines import DEFAULT_ENGINE
 
@@ -25,7 +34,7 @@ def not_finite(recorded: Recorded, ending: Ending) -> Signs | None:
         evidence = (*evidence, evidence_at(recorded, "skipped_updates", began, f"{num_skipped:.0f} by the end"))
     changes = [slower(recorded, 10)]
     if recorded.config.train.dtype == "fp16":
-        changes.insert(0, Change("train.dtype", "fp16", "bf16"))
+        changes.insert(0, OptionChange("train.dtype", "fp16", "bf16"))
     return Signs(began, max(1.0, num_skipped / 3), evidence, tuple(changes))
 
 
@@ -47,8 +56,8 @@ def entropy_collapse(recorded: Recorded, ending: Ending) -> Signs | None:
     evidence = (start, low) if began < low.step else (low,)
     now = recorded.config.algorithm.entropy_coef
     cure = (
-        Change("algorithm.entropy_coef", now, 2 * now if now else 0.01),
-        Change("algorithm.clip_high", recorded.config.algorithm.clip_high, 0.28),
+        OptionChange("algorithm.entropy_coef", now, 2 * now if now else 0.01),
+        OptionChange("algorithm.clip_high", recorded.config.algorithm.clip_high, 0.28),
         slower(recorded, 3),
     )
     return Signs(began, limit / max(low.value, limit / 100), evidence, cure)
@@ -63,7 +72,7 @@ def entropy_bonus(recorded: Recorded, ending: Ending) -> Signs | None:
     if found is None:
         return None
     began, evidence = found
-    change = Change("algorithm.entropy_coef", coefficient, coefficient / 100)
+    change = OptionChange("algorithm.entropy_coef", coefficient, coefficient / 100)
     return Signs(began, evidence.value / (2 * curve.raw[0]), (evidence,), (change,))
 
 
@@ -81,7 +90,7 @@ def kl_penalty(recorded: Recorded, ending: Ending) -> Signs | None:
         for step, value in kl.pairs
         if spread and spread.at(step) > 0
     }
-    ratio = Curve(tuple(sizes), tuple(sizes.values()))
+    ratio = MetricCurve(tuple(sizes), tuple(sizes.values()))
     over = [step for step, value in sizes.items() if value > 1]
     # A policy that is farther from the reference than its own entropy was not held back.
     entropy = recorded.curve(entropy_metric(recorded))
@@ -96,7 +105,7 @@ def kl_penalty(recorded: Recorded, ending: Ending) -> Signs | None:
     )
     largest = statistics.median(sizes[step] for step in over)
     now = recorded.config.algorithm.kl.coef
-    change = Change("algorithm.kl.coef", now, float(f"{now / (10 * largest):.1g}"))
+    change = OptionChange("algorithm.kl.coef", now, float(f"{now / (10 * largest):.1g}"))
     return Signs(began, largest, evidence, (change,))
 
 
@@ -114,7 +123,7 @@ def kl_growth(recorded: Recorded, ending: Ending) -> Signs | None:
         return None
     began, evidence = found
     now = recorded.config.algorithm.kl.coef
-    change = Change("algorithm.kl.coef", now, 10 * now)
+    change = OptionChange("algorithm.kl.coef", now, 10 * now)
     return Signs(began, evidence.value / limit, (evidence,), (change, slower(recorded, 3)))
 
 
@@ -130,7 +139,7 @@ _JUMPS = {
 }
 
 
-def _jumps(name: str, curve: Curve) -> list[tuple[int, float, float]]:
+def _jumps(name: str, curve: MetricCurve) -> list[tuple[int, float, float]]:
     """Return the steps at which a metric jumps, with the factor and the median of the three steps from there."""
     factor, floor = _JUMPS[name]
     found = []
@@ -192,9 +201,9 @@ def staleness(recorded: Recorded, ending: Ending) -> Signs | None:
     if newest:
         evidence.append(evidence_at(recorded, "engine_gap_lag_0", began, "without staleness, so the engine agrees"))
     config = recorded.config
-    cure = [Change("overlap.staleness", config.overlap.staleness, 1)]
+    cure = [OptionChange("overlap.staleness", config.overlap.staleness, 1)]
     if config.algorithm.correction.kind == "none":
-        cure.append(Change("algorithm.correction.kind", "none", OFF_POLICY_CORRECTION))
+        cure.append(OptionChange("algorithm.correction.kind", "none", OFF_POLICY_CORRECTION))
     return Signs(began, max(gap.values) / GAP, tuple(evidence), (*cure, slower(recorded, 3)))
 
 
@@ -209,11 +218,11 @@ def engine_gap(recorded: Recorded, ending: Ending) -> Signs | None:
         return None
     began, evidence = min(found, key=lambda each: each[0])
     config = recorded.config
-    cure = [Change("algorithm.correction.kind", config.algorithm.correction.kind, OFF_POLICY_CORRECTION)]
+    cure = [OptionChange("algorithm.correction.kind", config.algorithm.correction.kind, OFF_POLICY_CORRECTION)]
     if config.rollout.quantization is not None:
-        cure.insert(0, Change("rollout.quantization", config.rollout.quantization, "null"))
+        cure.insert(0, OptionChange("rollout.quantization", config.rollout.quantization, "null"))
     elif config.rollout.engine != DEFAULT_ENGINE:
-        cure.insert(0, Change("rollout.engine", config.rollout.engine, DEFAULT_ENGINE))
+        cure.insert(0, OptionChange("rollout.engine", config.rollout.engine, DEFAULT_ENGINE))
     return Signs(began, evidence.value, (evidence,), tuple(cure))
 
 
@@ -230,9 +239,9 @@ def large_updates(recorded: Recorded, ending: Ending) -> Signs | None:
     began = next(step for step, value in zip(clipped.steps, clipped.raw, strict=True) if value >= 0.2)
     cure = [slower(recorded, 3)]
     if train.max_epochs > 1:
-        cure.insert(0, Change("train.max_epochs", train.max_epochs, 1))
+        cure.insert(0, OptionChange("train.max_epochs", train.max_epochs, 1))
     if train.batch_size < num_samples:
-        cure.insert(0, Change("train.batch_size", train.batch_size, num_samples))
+        cure.insert(0, OptionChange("train.batch_size", train.batch_size, num_samples))
     evidence = replace(
         evidence_at(recorded, "clipped", began, "a fifth of the tokens, in most steps before the fall"),
         value=clipped.within(began, began)[0],
@@ -258,8 +267,8 @@ def critic(recorded: Recorded, ending: Ending) -> Signs | None:
     signs = Signs(began, 1.0 - evidence.value, (evidence,), ())
     has_blown_up = loss and max(loss.values) > _BLOWN_UP * loss.raw[0] > 0
     if not has_blown_up and share < _FAR_ABOVE:
-        warmup = Change("critic.warmup_steps", critic.warmup_steps, max(10, 2 * critic.warmup_steps))
-        return replace(signs, cure=(warmup, Change("critic.optimizer.learning_rate", rate, 3 * rate)))
+        warmup = OptionChange("critic.warmup_steps", critic.warmup_steps, max(10, 2 * critic.warmup_steps))
+        return replace(signs, cure=(warmup, OptionChange("critic.optimizer.learning_rate", rate, 3 * rate)))
     if has_blown_up:
         top = max(loss.raw)
         step, words = loss.steps[loss.raw.index(top)], f"its peak, above {_BLOWN_UP:g} times the first value"
@@ -267,4 +276,4 @@ def critic(recorded: Recorded, ending: Ending) -> Signs | None:
         signs = replace(signs, evidence=(evidence, blown_up))
     lower = rate * min(0.1, 3 / share)  # three times the actor's, as a critic may have
     detail = f"the critic's learning rate is {share:,.0f} times the actor's" if share >= 1.5 else ""
-    return replace(signs, cure=(Change("critic.optimizer.learning_rate", rate, lower),), detail=detail)
+    return replace(signs, cure=(OptionChange("critic.optimizer.learning_rate", rate, lower),), detail=detail)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hotseat.observe.diagnosis import data_rules, policy_rules
 from hotseat.observe.diagnosis.ending import GOALS, Ending, ending_of
-from hotseat.observe.diagnosis.signs import Change, Signs, entropy_metric
+from hotseat.observe.diagnosis.signs import OptionChange, Signs, entropy_metric
 from hotseat.observe.recorded import Recorded
 from hotseat.registry.lookup import Table
 
@@ -40,7 +40,7 @@ class Cause:
     follows: str | None = None  # name of the cause that brought it about
 
     @property
-    def cure(self) -> tuple[Change, ...]:
+    def cure(self) -> tuple[OptionChange, ...]:
         """Return the options to change; none for a consequence, which ends with its origin."""
         return () if self.follows else self.signs.cure
 
