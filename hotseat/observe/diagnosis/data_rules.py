@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from hotseat.observe.diagnosis.ending import FALL, MOST, SOLVED, Ending, has_learned, reward_range
+from hotseat.observe.diagnosis.run_ending import FALL, MOST, SOLVED, Ending, has_learned, reward_range
 from hotseat.observe.diagnosis.signs import (
     Evidence,
     OptionAdvice,

@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import replace
 
-from hotseat.observe.diagnosis.ending import MIN_STEPS, Ending, fall_of, has_learned
+from hotseat.observe.diagnosis.run_ending import MIN_STEPS, Ending, fall_of, has_learned
 from hotseat.observe.diagnosis.signs import (
     Evidence,
     OptionChange,

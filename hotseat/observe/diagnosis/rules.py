@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotseat.observe.diagnosis import data_rules, policy_rules
-from hotseat.observe.diagnosis.ending import GOALS, Ending, ending_of
+from hotseat.observe.diagnosis.run_ending import GOALS, Ending, ending_of
 from hotseat.observe.diagnosis.signs import OptionChange, Signs, entropy_metric
 from hotseat.observe.recorded import Recorded
 from hotseat.registry.lookup import Table

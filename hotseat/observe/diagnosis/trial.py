@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hotseat.observe.diagnosis.ending import GOALS, Ending, reward_range
 from hotseat.observe.diagnosis.policy_rules import GAP
 from hotseat.observe.diagnosis.rules import Cause, diagnose, read_by_rules
+from hotseat.observe.diagnosis.run_ending import GOALS, Ending, reward_range
 from hotseat.observe.recorded import MetricCurve, Recorded
 from hotseat.registry.metric_names import entry_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotseat.observe.diagnosis.ending import MIN_STEPS, Ending
 from hotseat.observe.diagnosis.rules import Cause, read_by_rules
+from hotseat.observe.diagnosis.run_ending import MIN_STEPS, Ending
 from hotseat.observe.diagnosis.signs import OptionChange, slower
 from hotseat.observe.recorded import Recorded
 

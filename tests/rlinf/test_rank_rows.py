@@ -16,7 +16,7 @@ from hotseat.errors import DeadlineError, PlacementError, UserError, WorkerError
 from hotseat.rlinf import Channel, NodePlacementStrategy, Worker, broker, routing
 from hotseat.rlinf.broker import Broker
 from hotseat.rlinf.queues import QueueDirectory
-from hotseat.rlinf.routing import RankRows, merge, num_rows, parts_to_receive, parts_to_send, split
+from hotseat.rlinf.rank_rows import RankRows, merge, num_rows, parts_to_receive, parts_to_send, split
 
 
 class Member(Worker):
