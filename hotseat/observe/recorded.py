@@ -1,4 +1,4 @@
-"""What a run recorded, as rules about a whole run read it: curves by step, settings, and what became of samples."""
+"""Records of a run, as rules about a whole run read it: curves by step, settings, and what became of samples."""
 
 from __future__ import annotations
 

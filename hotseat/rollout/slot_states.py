@@ -120,8 +120,8 @@ def convolved(layer: Any, seen: Tensor) -> Tensor:
     total = wide[:, :length] * kernel[:, 0]
     for back in range(1, kernel.shape[1]):
         total = total + wide[:, back : back + length] * kernel[:, back]
-    found: Tensor = ACT2FN[layer.activation](total.to(seen.dtype))
-    return found
+    activated: Tensor = ACT2FN[layer.activation](total.to(seen.dtype))
+    return activated
 
 
 def by_layer(nets: Sequence[Any], kinds: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]]:

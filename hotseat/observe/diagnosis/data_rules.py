@@ -50,10 +50,10 @@ def groups_alike(recorded: Recorded, ending: Ending) -> Signs | None:
     has_hacked = ending.metric != "reward" and has_learned(recorded)
     if not ending.is_poor or has_hacked or recorded.config.rollout.samples_per_prompt == 1:
         return None
-    found = lasting(recorded, "groups_alike", lambda share: share >= MOST, f"{MOST:.0%} of groups or more, to the end")
-    if found is None:
+    onset = lasting(recorded, "groups_alike", lambda share: share >= MOST, f"{MOST:.0%} of groups or more, to the end")
+    if onset is None:
         return None
-    began, evidence = found
+    began, evidence = onset
     rollout = recorded.config.rollout
     low, high = reward_range(recorded)
     cure = [OptionChange("rollout.samples_per_prompt", rollout.samples_per_prompt, 2 * rollout.samples_per_prompt)]
@@ -80,10 +80,10 @@ def groups_alike(recorded: Recorded, ending: Ending) -> Signs | None:
 def truncation(recorded: Recorded, ending: Ending) -> Signs | None:
     if not ending.is_harm:
         return None
-    found = lasting(recorded, "truncated", lambda share: share >= 0.5, "half of the answers or more, to the end")
-    if found is None:
+    onset = lasting(recorded, "truncated", lambda share: share >= 0.5, "half of the answers or more, to the end")
+    if onset is None:
         return None
-    began, evidence = found
+    began, evidence = onset
     now = recorded.config.rollout.max_new_tokens or round(recorded.curve("length").last)
     change = OptionChange("rollout.max_new_tokens", now, 4 * now)
     return Signs(began, evidence.value / 0.5, (evidence,), (change,))

@@ -44,12 +44,12 @@ def entropy_collapse(recorded: Recorded, ending: Ending) -> Signs | None:
     if not ending.is_poor or len(curve.raw) < 4:
         return None
     limit = (0.3 if ending.kind == "stalled" else 0.1) * max(curve.values[:2])
-    found = lasting(
+    onset = lasting(
         recorded, metric, lambda value: value < limit, f"below {limit:.2g}, by the first values, to the end"
     )
-    if found is None:
+    if onset is None:
         return None
-    _, low = found
+    _, low = onset
     half = 0.5 * max(curve.values[:2])
     began = curve.lasts_from(lambda value: value < half) or low.step
     start = evidence_at(recorded, metric, began, f"below {half:.2g}, half of the first values, to the end")
@@ -68,10 +68,10 @@ def entropy_bonus(recorded: Recorded, ending: Ending) -> Signs | None:
     curve = recorded.curve("entropy")
     if not ending.is_harm or not coefficient or not curve:
         return None
-    found = lasting(recorded, "entropy", lambda value: value > 2 * curve.raw[0], "twice the first value, to the end")
-    if found is None:
+    onset = lasting(recorded, "entropy", lambda value: value > 2 * curve.raw[0], "twice the first value, to the end")
+    if onset is None:
         return None
-    began, evidence = found
+    began, evidence = onset
     change = OptionChange("algorithm.entropy_coef", coefficient, coefficient / 100)
     return Signs(began, evidence.value / (2 * curve.raw[0]), (evidence,), (change,))
 
@@ -118,10 +118,10 @@ def kl_growth(recorded: Recorded, ending: Ending) -> Signs | None:
     grown, own = 10 * statistics.median(kl.values[1 : max(3, len(kl.raw) // 5)]), entropy.raw[0] if entropy else 0.1
     limit = max(grown, own)
     origin = "10 times its first values" if grown >= own else "the first entropy" if entropy else "a least value"
-    found = lasting(recorded, "kl", lambda value: value > limit, f"above {limit:.2g}, {origin}, to the end")
-    if found is None:
+    onset = lasting(recorded, "kl", lambda value: value > limit, f"above {limit:.2g}, {origin}, to the end")
+    if onset is None:
         return None
-    began, evidence = found
+    began, evidence = onset
     now = recorded.config.algorithm.kl.coef
     change = OptionChange("algorithm.kl.coef", now, 10 * now)
     return Signs(began, evidence.value / limit, (evidence,), (change, slower(recorded, 3)))
@@ -142,7 +142,7 @@ _JUMPS = {
 def _jumps(name: str, curve: MetricCurve) -> list[tuple[int, float, float]]:
     """Return the steps at which a metric jumps, with the factor and the median of the three steps from there."""
     factor, floor = _JUMPS[name]
-    found = []
+    jumps = []
     for index in range(1, len(curve.raw)):
         before = statistics.median(curve.raw[max(0, index - 3) : index]) + floor
         after = statistics.median(curve.raw[index : index + 3]) + floor
@@ -150,8 +150,8 @@ def _jumps(name: str, curve: MetricCurve) -> list[tuple[int, float, float]]:
         if name == "length" and 0 < growth < 1:
             growth = 1 / growth
         if growth >= factor:
-            found.append((curve.steps[index], growth, after - floor))
-    return found
+            jumps.append((curve.steps[index], growth, after - floor))
+    return jumps
 
 
 def learning_rate(recorded: Recorded, ending: Ending) -> Signs | None:
@@ -162,24 +162,24 @@ def learning_rate(recorded: Recorded, ending: Ending) -> Signs | None:
     near = max(3, len(reward.raw) // 10)
     latest = own.began + near if own.kind == "fell" else reward.steps[0] + 2 * near
     earliest = own.began - near if own.kind == "fell" else 0
-    found = {
+    jumps = {
         name: (step, factor, value)
         for name in _JUMPS
         for step, factor, value in _jumps(name, recorded.curve(name))[::-1]
         if earliest <= step <= latest
     }
-    if not found:
+    if not jumps:
         return None
-    began = min(step for step, *_ in found.values())
+    began = min(step for step, *_ in jumps.values())
     evidence = [
         replace(evidence_at(recorded, name, step, f"a jump by a factor of {factor:.1f} within 3 steps"), value=value)
-        for name, (step, factor, value) in found.items()
+        for name, (step, factor, value) in jumps.items()
     ]
     # Where an evaluation alone fell, the reward did not rise.
     has_fallen = own.kind == "fell" and own.metric == "reward"
     words = own.depth(reward.at(own.began)) if has_fallen else "it never rises"
     evidence.insert(0, evidence_at(recorded, "reward", own.began or began, words))
-    strength = max(factor / _JUMPS[name][0] for name, (_, factor, _) in found.items())
+    strength = max(factor / _JUMPS[name][0] for name, (_, factor, _) in jumps.items())
     return Signs(began, strength, tuple(evidence), (slower(recorded, 10),))
 
 
@@ -208,15 +208,15 @@ def staleness(recorded: Recorded, ending: Ending) -> Signs | None:
 
 
 def engine_gap(recorded: Recorded, ending: Ending) -> Signs | None:
-    found: list[tuple[int, Evidence]] = []
+    breaches: list[tuple[int, Evidence]] = []
     for name in ("engine_gap_use", "canary_use"):
         curve = recorded.curve(name)
         over = [step for step, value in curve.pairs if value > 1]
         if len(over) >= max(2, 0.2 * len(curve.raw)):
-            found.append((over[0], evidence_at(recorded, name, over[0], "1, its limit, in a fifth of the steps")))
-    if not found:
+            breaches.append((over[0], evidence_at(recorded, name, over[0], "1, its limit, in a fifth of the steps")))
+    if not breaches:
         return None
-    began, evidence = min(found, key=lambda each: each[0])
+    began, evidence = min(breaches, key=lambda each: each[0])
     config = recorded.config
     cure = [OptionChange("algorithm.correction.kind", config.algorithm.correction.kind, OFF_POLICY_CORRECTION)]
     if config.rollout.quantization is not None:
@@ -257,10 +257,10 @@ _BLOWN_UP = 10.0  # times the first value loss
 def critic(recorded: Recorded, ending: Ending) -> Signs | None:
     if not ending.is_harm:
         return None
-    found = lasting(recorded, "explained_variance", lambda value: value < 0, "below 0, to the end")
-    if found is None:
+    onset = lasting(recorded, "explained_variance", lambda value: value < 0, "below 0, to the end")
+    if onset is None:
         return None
-    began, evidence = found
+    began, evidence = onset
     critic, loss = recorded.config.critic, recorded.curve("value_loss")
     rate = critic.optimizer.learning_rate
     share = rate / recorded.config.actor.optimizer.learning_rate

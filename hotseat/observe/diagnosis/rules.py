@@ -220,15 +220,15 @@ def diagnose(recorded: Recorded) -> tuple[Ending, list[Cause]]:
     ending = ending_of(recorded)
     # A consequence may pass its threshold first; where a run stalls, all goes slowly.
     slack = max(1, len(recorded.curve("reward").steps) // (2 if ending.kind == "stalled" else 10))
-    found = {rule.name: signs for rule in RULES.values() if (signs := rule.find(recorded, ending)) is not None}
+    fired = {rule.name: signs for rule in RULES.values() if (signs := rule.find(recorded, ending)) is not None}
     causes = []
-    for name, signs in found.items():
+    for name, signs in fired.items():
         origins = [
             other
-            for other, its in found.items()
+            for other, its in fired.items()
             if name in RULES[other].explains and its.began <= signs.began + slack and not signs.is_setting
         ]
-        causes.append(Cause(RULES[name], signs, min(origins, key=lambda other: found[other].began, default=None)))
+        causes.append(Cause(RULES[name], signs, min(origins, key=lambda other: fired[other].began, default=None)))
     return ending, sorted(causes, key=lambda each: (each.follows is not None, each.signs.began, -each.signs.strength))
 
 

@@ -1,4 +1,4 @@
-"""What a rule finds: figures that show a cause, and options to change."""
+"""Signs of a cause, found by its rule: figures that show it, and options to change."""
 
 from __future__ import annotations
 

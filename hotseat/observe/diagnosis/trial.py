@@ -51,7 +51,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """What a trial showed. symptom: whether the rule still fires; None: a replay cannot tell, or no rule fired."""
+    """Result of a trial. symptom: whether the rule still fires; None: a replay cannot tell, or no rule fired."""
 
     goal: Figure | None
     figures: tuple[Figure, ...]

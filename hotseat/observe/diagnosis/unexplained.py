@@ -1,4 +1,4 @@
-"""What to say of a run that failed and that no rule explains: what was looked at, and where to look next."""
+"""Failed runs that no rule explains: metrics that were looked at, and places to look next."""
 
 from __future__ import annotations
 
