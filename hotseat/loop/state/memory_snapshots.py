@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from hotseat.checks.run_directory import LOCK, owner_of
-from hotseat.config.schema import CheckpointConfig
+from hotseat.config.schema.record_options import CheckpointConfig
 from hotseat.errors import CheckpointError, UserError
 from hotseat.files import opened, write_whole
 from hotseat.loop.state.checkpoints import MODEL, Checkpoint, CheckpointStore

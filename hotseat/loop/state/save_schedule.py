@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from hotseat.config.schema import CheckpointConfig
+from hotseat.config.schema.record_options import CheckpointConfig
 from hotseat.loop.state.checkpoints import shown_bytes
 from hotseat.observe import Journal
 
