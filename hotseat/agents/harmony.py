@@ -44,20 +44,20 @@ def parts(text: str) -> tuple[str, str | None, tuple[tuple[str, str], ...]] | No
     calls: list[tuple[str, str]] = []
     at = 0
     while at < len(text):
-        found = _MESSAGE.match(text, at)
-        if found is None:
+        message = _MESSAGE.match(text, at)
+        if message is None:
             return None
-        at = found.end()
-        channel, recipient = (pattern.search(found["header"]) for pattern in (_CHANNEL, _RECIPIENT))
+        at = message.end()
+        channel, recipient = (pattern.search(message["header"]) for pattern in (_CHANNEL, _RECIPIENT))
         if channel is None:
             return None
         if recipient is not None:
             name = recipient[1]
-            if found["end"] != CALL or not name.startswith(_FUNCTIONS) or not _is_object(found["text"]):
+            if message["end"] != CALL or not name.startswith(_FUNCTIONS) or not _is_object(message["text"]):
                 return None
-            calls.append((name.removeprefix(_FUNCTIONS), found["text"].strip()))
+            calls.append((name.removeprefix(_FUNCTIONS), message["text"].strip()))
         else:
-            (thought if channel[1] == "analysis" else shown).append(found["text"])
+            (thought if channel[1] == "analysis" else shown).append(message["text"])
     return "\n".join(shown), "\n".join(thought) or None, tuple(calls)
 
 

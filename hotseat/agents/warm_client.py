@@ -57,11 +57,11 @@ def _answer(server: socket.socket) -> None:
         received = b""
         while part := connection.recv(1 << 16):
             received += part
-            start, found, rest = received.partition(b"\r\n\r\n")
+            start, separator, rest = received.partition(b"\r\n\r\n")
             lengths = [
                 line.split(b":")[1] for line in start.lower().split(b"\r\n") if line.startswith(b"content-length:")
             ]
-            if found and len(rest) >= int(lengths[0] if lengths else 0):
+            if separator and len(rest) >= int(lengths[0] if lengths else 0):
                 connection.sendall(head + body)
                 received = b""
     finally:

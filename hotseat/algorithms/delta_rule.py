@@ -128,15 +128,15 @@ class _UnitInverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:
         (inverse,) = ctx.saved_tensors
-        found: Tensor = -(inverse.mT @ grads[0] @ inverse.mT).tril(-1)
-        return found
+        grad: Tensor = -(inverse.mT @ grads[0] @ inverse.mT).tril(-1)
+        return grad
 
 
 def _unit_inverse(system: Tensor) -> Tensor:
-    wanted = system.shape[-1]
-    length = 1 << (wanted - 1).bit_length()
-    if wanted < length:
-        system = functional.pad(system, (0, length - wanted, 0, length - wanted))
+    num_rows = system.shape[-1]
+    length = 1 << (num_rows - 1).bit_length()
+    if num_rows < length:
+        system = functional.pad(system, (0, length - num_rows, 0, length - num_rows))
     size = min(8, length)
 
     def blocks(size: int, row: int, column: int, stride: int) -> Tensor:
@@ -157,7 +157,7 @@ def _unit_inverse(system: Tensor) -> Tensor:
         above = torch.cat([first, torch.zeros_like(first)], dim=-1)
         inverse = torch.cat([above, torch.cat([corner, second], dim=-1)], dim=-2)
         size *= 2
-    return inverse[..., 0, :wanted, :wanted]
+    return inverse[..., 0, :num_rows, :num_rows]
 
 
 def step(tokens: Heads, state: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def check_replay(model_config: Any) -> None:
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What a token's routing is made of."""
+    """Numbers that give the size of a token's routing."""
 
     num_layers: int  # with those that have no experts, whose ids are unknown
     num_chosen: int  # experts of a token in a layer
@@ -107,7 +107,7 @@ class GrowingRouting:
 def routers(model: nn.Module) -> dict[int, Any]:
     """Return the routers of a model by the number of their layer."""
     named = ((_ROUTER.search(name), module) for name, module in model.named_modules())
-    return {int(found[1]): module for found, module in named if found is not None and hasattr(module, "top_k")}
+    return {int(match[1]): module for match, module in named if match is not None and hasattr(module, "top_k")}
 
 
 class RoutingRecorder:

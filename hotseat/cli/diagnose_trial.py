@@ -22,12 +22,12 @@ from hotseat.loop.state.checkpoints import STATE, CheckpointStore
 from hotseat.loop.state.fork import directory_of, fork, forked, resumable_steps
 from hotseat.loop.state.run_dir import write_config
 from hotseat.loop.steering import EndsAfter
-from hotseat.observe.diagnosis import Advice, Cause, Change, Ending, Unexplained
+from hotseat.observe.diagnosis import Cause, Ending, OptionAdvice, OptionChange, Unexplained
 from hotseat.observe.diagnosis.trial import (
     DRIFT,
     MAX_DRIFT,
     NoWindow,
-    Outcome,
+    TrialOutcome,
     Window,
     drift_of,
     outcome_of,
@@ -37,7 +37,7 @@ from hotseat.observe.recorded import Recorded, read_recorded
 
 
 @dataclass(frozen=True)
-class Trial:
+class CureTrial:
     """A cure that was tried. path: of the trial's run. notes: why it was no replay, or how far a replay drifted."""
 
     cause: str | None
@@ -46,7 +46,7 @@ class Trial:
     is_replay: bool
     path: Path
     notes: tuple[str, ...]
-    outcome: Outcome
+    outcome: TrialOutcome
     command: str  # that continues with the cure
 
 
@@ -58,7 +58,7 @@ def run_trial(
     unknown: Unexplained | None,
     overrides: Sequence[str],
     max_steps: int,
-) -> Trial:
+) -> CureTrial:
     """Try settings, or without any those of the first cause, over at most `max_steps` steps."""
     if max_steps < 1:
         raise UserError(f"--steps {max_steps}: give at least 1")
@@ -81,10 +81,10 @@ def run_trial(
         path, tried = _resumed(run_dir, window, overrides)
     outcome = outcome_of(recorded, tried, window, cause, is_replay=is_replay)
     name = None if cause is None else cause.rule.name
-    return Trial(name, overrides, window, is_replay, path, notes, outcome, _command(run_dir, path, overrides))
+    return CureTrial(name, overrides, window, is_replay, path, notes, outcome, _command(run_dir, path, overrides))
 
 
-def trial_lines(trial: Trial) -> list[str]:
+def trial_lines(trial: CureTrial) -> list[str]:
     """Return what a trial showed, for people."""
     window, outcome = trial.window, trial.outcome
     origin = f"the checkpoint of step {window.start}" if window.start else "the beginning"
@@ -100,7 +100,7 @@ def trial_lines(trial: Trial) -> list[str]:
     return [*said, f"continue with it: {trial.command}"] if outcome.has_helped else said
 
 
-def verdict(trial: Trial) -> str:
+def verdict(trial: CureTrial) -> str:
     """Return in one sentence whether the cure helped."""
     outcome, goal = trial.outcome, trial.outcome.goal
     said = "it helped" if outcome.has_helped else "it did not help"
@@ -115,7 +115,7 @@ def verdict(trial: Trial) -> str:
     return said + f"; instead, there is {', '.join(outcome.new_causes)}" * bool(outcome.new_causes)
 
 
-def trial_facts(trial: Trial) -> dict[str, Any]:
+def trial_facts(trial: CureTrial) -> dict[str, Any]:
     """Return a trial as an object for JSON."""
     return {
         "cause": trial.cause,
@@ -131,9 +131,9 @@ def trial_facts(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _computed(cure: Sequence[Change]) -> tuple[str, ...]:
+def _computed(cure: Sequence[OptionChange]) -> tuple[str, ...]:
     """Return the changes of a cure that have values. Raises if none has."""
-    computed = tuple(each.override for each in cure if not isinstance(each, Advice))
+    computed = tuple(each.override for each in cure if not isinstance(each, OptionAdvice))
     if not computed:
         option = cure[0].option
         raise UserError(f"only you can know the new value ({cure[0]}): give it, as --try {option}=VALUE")

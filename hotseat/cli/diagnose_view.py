@@ -16,7 +16,7 @@ from rich.console import Console
 from hotseat.cli.ending import OK
 from hotseat.errors import UserError
 from hotseat.observe.diagnosis import Cause, Ending, Unexplained, diagnose, unexplained
-from hotseat.observe.diagnosis.ending import MIN_STEPS
+from hotseat.observe.diagnosis.run_ending import MIN_STEPS
 from hotseat.observe.recorded import Recorded, read_recorded
 from hotseat.observe.report.reading import check_is_run
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from hotseat.checks.run_directory import CONFIG
 from hotseat.config import loads_saved
 from hotseat.errors import UserError
+from hotseat.loop.state.checkpoints import MODEL
 from hotseat.loop.state.hub_push import push
-from hotseat.loop.state.saving import MODEL
 
 
 def run_push(arguments: argparse.Namespace) -> int:

@@ -11,8 +11,8 @@ from hotseat.config import Config
 from hotseat.config.schema.data_options import EvaluationConfig
 from hotseat.config.schema.record_options import CheckpointConfig
 from hotseat.errors import UserError
+from hotseat.loop.state.checkpoints import MODEL
 from hotseat.loop.state.fork import directory_of, fork, forked
-from hotseat.loop.state.saving import MODEL
 from hotseat.loop.steering import Steering
 
 

@@ -22,7 +22,7 @@ from hotseat.config.batches import batch_algebra
 from hotseat.config.precision import idle_in_fp32, with_dtype, with_dtype_of
 from hotseat.data import check_saved, digest_of
 from hotseat.errors import CheckpointError, HotseatError, RunError, UserError
-from hotseat.loop.state.checkpoints import Checkpoint, digest_of_checkpoint
+from hotseat.loop.state.checkpoints import MODEL, Checkpoint, critic_folder, digest_of_checkpoint
 from hotseat.loop.state.run_dir import (
     NOTES,
     forget_records,
@@ -35,7 +35,7 @@ from hotseat.loop.state.run_dir import (
     without_empty_folders,
     write_config,
 )
-from hotseat.loop.state.saving import MODEL, Saver, critic_folder, for_ranks
+from hotseat.loop.state.saving import Saver, for_ranks
 from hotseat.loop.state.watched import devices_of, watched
 from hotseat.loop.workers.exports import Origin, is_exported, run_of
 from hotseat.loop.workers.folder_proof import FolderProof, witness

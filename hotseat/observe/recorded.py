@@ -1,4 +1,4 @@
-"""What a run recorded, as rules about a whole run read it: curves by step, settings, and what became of samples."""
+"""Records of a run, as rules about a whole run read it: curves by step, settings, and what became of samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NEIGHBOURS = 0.954  # median distance of neighbouring values of white noise, in
 
 
 @dataclass(frozen=True)
-class Curve:
+class MetricCurve:
     """The finite values of a number by step."""
 
     steps: tuple[int, ...] = ()
@@ -67,13 +67,13 @@ class Curve:
     def pairs(self) -> list[tuple[int, float]]:
         return list(zip(self.steps, self.values, strict=True))
 
-    def since(self, step: int) -> Curve:
+    def since(self, step: int) -> MetricCurve:
         first = self.steps.index(step)
-        return Curve(self.steps[first:], self.raw[first:])
+        return MetricCurve(self.steps[first:], self.raw[first:])
 
-    def until(self, step: int) -> Curve:
+    def until(self, step: int) -> MetricCurve:
         number = bisect.bisect_right(self.steps, step)
-        return Curve(self.steps[:number], self.raw[:number])
+        return MetricCurve(self.steps[:number], self.raw[:number])
 
     def within(self, low: int, high: int) -> list[float]:
         """Return the values as recorded of the steps from `low` to `high`, both included."""
@@ -103,7 +103,7 @@ class Recorded:
     error: what the run ended with.
     """
 
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, MetricCurve]
     config: Config = field(default_factory=Config)
     rewards: tuple[float, float] | None = None
     passes: Mapping[int, int] = field(default_factory=dict)
@@ -128,9 +128,9 @@ class Recorded:
             error=None,
         )
 
-    def curve(self, name: str) -> Curve:
+    def curve(self, name: str) -> MetricCurve:
         """Return the curve of a metric; an empty one where it was never measured."""
-        return self.curves.get(name, Curve())
+        return self.curves.get(name, MetricCurve())
 
 
 def read_recorded(run_dir: Path) -> Recorded:
@@ -153,7 +153,10 @@ def read_recorded(run_dir: Path) -> Recorded:
     config = run_dir / CONFIG
     beat = parsed((run_dir / HEARTBEAT).read_bytes()) if (run_dir / HEARTBEAT).is_file() else None
     return Recorded(
-        {name: Curve(tuple(sorted(each)), tuple(each[step] for step in sorted(each))) for name, each in points.items()},
+        {
+            name: MetricCurve(tuple(sorted(each)), tuple(each[step] for step in sorted(each)))
+            for name, each in points.items()
+        },
         loads_saved(config.read_text(encoding="utf-8")) if config.is_file() else Config(),
         (min(pairs[0][0] for pairs in bounds), max(pairs[-1][0] for pairs in bounds)) if bounds else None,
         not_finite=broken,

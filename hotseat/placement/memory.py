@@ -121,18 +121,13 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
             host.append(replace(gradients, name="gradients (pinned)"))
             parts[Part.GRADIENTS] = (replace(gradients, gib=0.0, formula="on the host"),)
     updating: tuple[Term, ...] = ()
-    if not memory.facts.keeps_gradients:
-        # Gradients exist only during an update, so they are working memory and no part.
-        updating = (replace(gradients, part=None),)
-        if gradient_cut > 1 and memory.accumulates(shards // memory.sequence_parallel):
-            # Only the last micro-batch sums them over ranks and shards them; until then they add up whole, in fp32.
-            updating = (byte_term(role, assumed.UNSHARDED_GRADIENTS, trained * num_bytes(FP32)),)
+    if not memory.facts.keeps_gradients:  # they exist only during an update, so they are working memory and no part
+        updating = (_while_updating(role, memory, gradients, trained, gradient_cut, shards),)
         parts[Part.GRADIENTS] = (replace(gradients, gib=0.0, formula="only during an update"),)
     gathered = _gathered(role, memory, model, shards, tp)
     gathered += assumed.dequantised(role, model, memory.layer_bytes)
-    back = [*gathered, *_reduction(role, memory, model, shards, tp), *_backward(role, memory, model, tp)]
-    if memory.is_whole:
-        back.append(replace(gradients, name="gradients so far", part=None))
+    so_far = [replace(gradients, name="gradients so far", part=None)] if memory.is_whole else []
+    back = [*gathered, *_reduction(role, memory, model, shards, tp), *_backward(role, memory, model, tp), *so_far]
     back += logits(role, model, tokens_of(memory, memory.micro_batch), memory.compute_bytes, 2)
     back += _of_teacher(role, memory)
     step = _optimizer_step(role, memory, model, trained, optimizer_cut)
@@ -148,6 +143,14 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     if memory.sends_weights and layout.has_device:
         fixed += (weight_blocks(role, model, memory.compute_bytes, is_sending=True),)
     return RoleMemory(fixed, parts, working, tuple(host))
+
+
+def _while_updating(role: str, memory: TrainMemory, gradients: Term, trained: Amount, cut: int, shards: int) -> Term:
+    """Return the memory of gradients that exist only during an update."""
+    if cut > 1 and memory.accumulates(shards // memory.sequence_parallel):
+        # Only the last micro-batch sums them over ranks and shards them; until then they add up whole, in fp32.
+        return byte_term(role, assumed.UNSHARDED_GRADIENTS, trained * num_bytes(FP32))
+    return replace(gradients, part=None)
 
 
 def _snapshots(role: str, memory: TrainMemory, model: ModelShape, trained: Amount, cut: int) -> Term:

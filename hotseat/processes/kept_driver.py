@@ -51,11 +51,11 @@ class DriverEnd:
 class _Child:
     """A driver, or a process that waits to be the next one.
 
-    told: end of a pipe from which its facts are read. start: end of a pipe that tells a standby to begin.
+    facts_end: end of a pipe from which its facts are read. start: end of a pipe that tells a standby to begin.
     """
 
     pid: int
-    told: int
+    facts_end: int
     start: int | None
 
 
@@ -194,8 +194,8 @@ class DriverKeeper:
             signal.set_wakeup_fd(-1)
             for number in self._watched:
                 signal.signal(number, self._before[number])
-            told = None if driver is None else driver.told
-            for end in (told, reading_end, starting_end, self._woken, self._wake, self._terminal):
+            facts_end = None if driver is None else driver.facts_end
+            for end in (facts_end, reading_end, starting_end, self._woken, self._wake, self._terminal):
                 if end is not None:
                     os.close(end)
             os.set_blocking(writing_end, False)
@@ -229,12 +229,12 @@ class DriverKeeper:
 
     def _wait(self, driver: _Child, *, may_ask: bool) -> int | None:
         """Wait for the end of a driver, and return its code; None, if it `may_ask`, as soon as it wants a standby."""
-        pid, told = driver.pid, driver.told
+        pid, facts_end = driver.pid, driver.facts_end
         while True:
             if may_ask and self._facts.get("standby"):
                 return None
-            select.select([self._woken, told], [], [], _LOOK_EVERY_S)
-            self._read(told)
+            select.select([self._woken, facts_end], [], [], _LOOK_EVERY_S)
+            self._read(facts_end)
             for number in self._signals():
                 if number in _PASSED_ON:
                     self.stopped_by = signal.Signals(number)
@@ -254,8 +254,8 @@ class DriverKeeper:
                     self._let_continue(pid, os.WSTOPSIG(status))
                 elif ended == pid:
                     self._take_terminal(pid)
-                    self._read(told)
-                    os.close(told)
+                    self._read(facts_end)
+                    os.close(facts_end)
                     return os.waitstatus_to_exitcode(status)
                 elif self._standby is not None and ended == self._standby.pid and not os.WIFSTOPPED(status):
                     self._forget_standby()
@@ -263,7 +263,7 @@ class DriverKeeper:
     def _forget_standby(self) -> None:
         """Have no standby any more: it has ended."""
         standby, self._standby = self._standby, None
-        for end in () if standby is None else (standby.told, standby.start):
+        for end in () if standby is None else (standby.facts_end, standby.start):
             if end is not None:
                 os.close(end)
 
@@ -273,9 +273,9 @@ class DriverKeeper:
         except BlockingIOError:
             return b""
 
-    def _read(self, told: int) -> None:
+    def _read(self, facts_end: int) -> None:
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(told, 1 << 16):
+            while data := os.read(facts_end, 1 << 16):
                 *lines, self._unread = (self._unread + data).split(b"\n")
                 for line in lines:
                     self._facts.update(json.loads(line))

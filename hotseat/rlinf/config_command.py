@@ -13,8 +13,8 @@ import yaml
 from hotseat.config import to_yaml
 from hotseat.config.load import loads_in_effect
 from hotseat.errors import ConfigError, Problem, UserError
+from hotseat.rlinf.config_fragments import explain, is_fragment
 from hotseat.rlinf.config_keys import looks_like_rlinf, their_key, translate
-from hotseat.rlinf.fragments import explain, is_fragment
 
 
 def run_rlinf_config(arguments: argparse.Namespace) -> int:

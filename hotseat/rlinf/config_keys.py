@@ -454,8 +454,8 @@ def _numeric(values: Mapping[str, Any], ours: dict[str, Any]) -> set[str]:
     num_samples = ours.get("rollout.batch_size", 1) * ours.get("rollout.samples_per_prompt", 1)
     per_update, length = at(values, "actor.global_batch_size"), at(values, "env.train.max_episode_steps")
     if per_update and length:
-        wanted = max(1, num_samples * (length // chunk) // per_update)
-        num_updates = max(count for count in range(1, min(wanted, num_samples) + 1) if num_samples % count == 0)
+        max_updates = max(1, num_samples * (length // chunk) // per_update)
+        num_updates = max(count for count in range(1, min(max_updates, num_samples) + 1) if num_samples % count == 0)
         ours["train.batch_size"] = num_samples // num_updates
     names = ("model_type", "obs_dim", "action_dim", "hidden_dim", "add_value_head")
     return {"actor.global_batch_size", *(f"actor.model.{name}" for name in names)}

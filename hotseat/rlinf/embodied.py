@@ -62,7 +62,7 @@ def _range(devices: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class RoleSpec:
+class UnlaunchedRole:
     """A role that was not launched yet."""
 
     role: str
@@ -82,8 +82,8 @@ class EmbodiedGroup:
     role: ClassVar[str]
 
     @classmethod
-    def create_group(cls, cfg: Any) -> RoleSpec:
-        return RoleSpec(cls.role)
+    def create_group(cls, cfg: Any) -> UnlaunchedRole:
+        return UnlaunchedRole(cls.role)
 
 
 class EmbodiedFSDPActor(EmbodiedGroup):
@@ -102,7 +102,7 @@ class EmbodiedRewardWorker(EmbodiedGroup):
     """RLinf's reward model of images, which is not supported."""
 
     @classmethod
-    def create_group(cls, cfg: Any) -> RoleSpec:
+    def create_group(cls, cfg: Any) -> UnlaunchedRole:
         raise UnsupportedError(
             "reward.use_reward_model: rewards of simulators are the simulator's, or success; set it to False"
         )

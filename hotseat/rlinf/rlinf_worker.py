@@ -18,8 +18,8 @@ from hotseat.errors import RunError, UserError
 from hotseat.rlinf.channel import Channel, Post, QueueSpec, leave_all, post_of
 from hotseat.rlinf.keys import key_text
 from hotseat.rlinf.queues import Queue
+from hotseat.rlinf.rank_rows import group_size, merge, num_rows, parts_to_receive, parts_to_send, split
 from hotseat.rlinf.rlinf_cluster import WorkerPlace, set_current_place
-from hotseat.rlinf.routing import group_size, merge, num_rows, parts_to_receive, parts_to_send, split
 from hotseat.rlinf.work import AsyncRouteWork
 from hotseat.rlinf.worker_group import GroupSpec
 

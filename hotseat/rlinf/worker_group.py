@@ -13,9 +13,9 @@ from hotseat import cluster as machinery
 from hotseat.cluster import Pending, Process
 from hotseat.errors import PlacementError
 from hotseat.rlinf.failures import Call
+from hotseat.rlinf.rank_rows import record_size
 from hotseat.rlinf.rlinf_cluster import Cluster, WorkerPlace
 from hotseat.rlinf.rlinf_placement import PlacementStrategy, default_strategy
-from hotseat.rlinf.routing import record_size
 
 _IDLE_GRACE_S = 60.0  # gigabytes cross from a device to the host in it
 

@@ -26,7 +26,7 @@ from hotseat.rollout.slot_cache import (
     padded,
     without_last,
 )
-from hotseat.rollout.slot_states import STATES, Rows, Step, by_layer, use_states
+from hotseat.rollout.slot_states import STATES, DecodeStep, Rows, by_layer, use_states
 from hotseat.vision import set_attention
 
 
@@ -199,7 +199,7 @@ class AnySlots(SlotModel):
         at = self.cache.rows_at(positions)
         for layer in self._slot_layers:
             layer.at, layer.num_keys = at, num_keys
-        work = {STATES: Step(by_layer(self._nets, self.cache.states))} if self._nets else {}
+        work = {STATES: DecodeStep(by_layer(self._nets, self.cache.states))} if self._nets else {}
         output: Any = self._model(
             input_ids=tokens[:, None],
             position_ids=(positions if shifts is None else positions + shifts)[:, None],

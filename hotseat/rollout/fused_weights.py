@@ -112,6 +112,57 @@ def _hf_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
     return {table._map_name(name): name for name in names} | {name: name for name in names}
 
 
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter `name` of the module at `prefix`. packed: names of the weights that layers fuse, by the layer's."""
+
+    prefix: str
+    name: str
+    live: Tensor
+    packed: Mapping[str, Sequence[str]]
+    is_counted: bool  # False: another rank holds the same, and counts it
+
+    @property
+    def full(self) -> str:
+        return f"{self.prefix}.{self.name}" if self.prefix else self.name
+
+    def piece(self, start: int, total: int, dim: int = 0, live: Tensor | None = None) -> Piece:
+        """Return the whole parameter, or these rows of it, as one piece of a weight of size `total` in `dim`."""
+        return self._piece(self.full, self.live if live is None else live, start, total, dim)
+
+    def _piece(self, full: str, view: Tensor, start: int, total: int, dim: int = 0, is_counted: bool = True) -> Piece:
+        offset = tuple(start if d == dim else 0 for d in range(view.dim()))
+        shape = tuple(total if d == dim else size for d, size in enumerate(view.shape))
+        return Piece(full, view, offset, shape, is_counted and self.is_counted)
+
+    def fused(
+        self, sizes: Sequence[int], parts: Sequence[int], totals: Sequence[int], counted: Sequence[bool]
+    ) -> Iterator[Piece]:
+        """Yield the pieces of weights that are fused here, in the order of their sizes on this rank.
+
+        parts: which of each weight it holds. totals: their sizes on all ranks. counted: whether this rank counts them.
+        """
+        parent, _, last = self.prefix.rpartition(".")
+        names = self.packed.get(last, ())
+        if self.live.shape[0] != sum(sizes):
+            return  # fused in another way: no digest reaches it
+        places = list(zip(self.live.split(list(sizes)), sizes, parts, totals, counted, strict=True))
+        # Some checkpoints have one fused weight too (Phi-3, GLM-4), under that name, which others do not have.
+        fused_here = [(self.full, places)]
+        nums = [_NUM_PARTS.get(each, 1) for each in names]
+        if sum(nums) == len(sizes):
+            each_place = iter(places)
+            fused_here += [
+                (f"{parent}.{each}.{self.name}", list(islice(each_place, num)))
+                for each, num in zip(names, nums, strict=True)
+            ]
+        for whole, own in fused_here:
+            first, size_of_whole = 0, sum(total for _, _, _, total, _ in own)
+            for view, size, at, total, counts in own:
+                yield self._piece(whole, view, first + at * size, size_of_whole, is_counted=counts)
+                first += total
+
+
 def _of_parameter(
     module: Any, owner: Any, prefix: str, name: str, live: Tensor, rank: int, packed: Mapping[str, Sequence[str]]
 ) -> Iterator[Piece]:
@@ -125,36 +176,11 @@ def _of_parameter(
     from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    parent, _, last = prefix.rpartition(".")
-    is_cut = isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.tp_size > 1
+    is_linear = isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    is_cut, num_rows = is_linear and module.tp_size > 1, live.shape[0] if live.dim() else 1
     part = module.tp_rank if is_cut else 0
-    full = f"{prefix}.{name}" if prefix else name
-
-    def piece(full: str, view: Tensor, start: int, total: int, dim: int = 0, is_counted: bool = True) -> Piece:
-        offset = tuple(start if d == dim else 0 for d in range(view.dim()))
-        shape = tuple(total if d == dim else size for d, size in enumerate(view.shape))
-        return Piece(full, view, offset, shape, is_counted and (is_cut or rank == 0))
-
-    def fused(sizes: Sequence[int], parts: Sequence[int], totals: Sequence[int], counted: Sequence[bool]) -> Any:
-        names = packed.get(last, ())
-        if live.shape[0] != sum(sizes):
-            return  # fused in another way: no digest reaches it
-        places = list(zip(live.split(list(sizes)), sizes, parts, totals, counted, strict=True))
-        # Some checkpoints have one fused weight too (Phi-3, GLM-4), under that name, which others do not have.
-        fused_here = [(full, places)]
-        nums = [_NUM_PARTS.get(each, 1) for each in names]
-        if sum(nums) == len(sizes):
-            each_place = iter(places)
-            fused_here += [
-                (f"{parent}.{each}.{name}", list(islice(each_place, num)))
-                for each, num in zip(names, nums, strict=True)
-            ]
-        for whole, own in fused_here:
-            first, size_of_whole = 0, sum(total for _, _, _, total, _ in own)
-            for view, size, at, total, counts in own:
-                yield piece(whole, view, first + at * size, size_of_whole, is_counted=counts)
-                first += total
-
+    parameter = _Parameter(prefix, name, live, packed, is_counted=is_cut or rank == 0)
+    is_conv = isinstance(owner, GatedDeltaNetAttention) and prefix.rpartition(".")[2] == "conv1d"
     if isinstance(module, QKVParallelLinear):
         kv, all_kv = module.num_kv_heads, module.total_num_kv_heads
         width, v_width = module.head_size, module.v_head_size
@@ -162,31 +188,31 @@ def _of_parameter(
         kv_part, copy = divmod(part, module.num_kv_head_replicas)
         sizes = [module.num_heads * width, kv * width, kv * v_width]
         totals = [module.total_num_heads * width, all_kv * width, all_kv * v_width]
-        yield from fused(sizes, [part, kv_part, kv_part], totals, [True, copy == 0, copy == 0])
+        yield from parameter.fused(sizes, [part, kv_part, kv_part], totals, [True, copy == 0, copy == 0])
     elif isinstance(module, MergedColumnParallelLinear):
         totals = list(module.output_sizes)
         sizes = [total // module.tp_size for total in totals]
-        yield from fused(sizes, [part] * len(sizes), totals, [True] * len(sizes))
-    elif isinstance(module, ColumnParallelLinear) and isinstance(owner, GatedDeltaNetAttention) and last == "conv1d":
+        yield from parameter.fused(sizes, [part] * len(sizes), totals, [True] * len(sizes))
+    elif isinstance(module, ColumnParallelLinear) and is_conv:
         # Its channels are those of keys, of queries and of values, of which each rank has some.
         totals = [owner.key_dim, owner.key_dim, owner.value_dim]
-        yield from fused([total // owner.tp_size for total in totals], [part] * 3, totals, [True] * 3)
+        sizes = [total // owner.tp_size for total in totals]
+        yield from parameter.fused(sizes, [part] * 3, totals, [True] * 3)
     elif isinstance(module, ColumnParallelLinear):
-        yield piece(full, live, part * live.shape[0], live.shape[0] * module.tp_size)
+        yield parameter.piece(part * num_rows, num_rows * module.tp_size)
     elif isinstance(module, RowParallelLinear) and name in ("weight", SCALES):
-        yield piece(full, live, part * live.shape[1], live.shape[1] * module.tp_size, dim=1)
+        yield parameter.piece(part * live.shape[1], live.shape[1] * module.tp_size, dim=1)
     elif isinstance(module, VocabParallelEmbedding):
         at = module.shard_indices
-        is_cut = module.tp_size > 1
+        parameter = replace(parameter, is_counted=module.tp_size > 1 or rank == 0)
         rows = live[: at.num_org_elements]  # the rows after these are padding
-        yield piece(full, rows, at.org_vocab_start_index, module.org_vocab_size)
+        yield parameter.piece(at.org_vocab_start_index, module.org_vocab_size, live=rows)
     elif isinstance(module, GatedDeltaNetAttention) or name == "sinks":  # a number for each head
         total = module.num_attention_heads if name == "sinks" else module.num_v_heads
-        is_cut = total > live.shape[0]
-        yield piece(full, live, rank * live.shape[0] if is_cut else 0, total)
+        is_cut = total > num_rows
+        yield replace(parameter, is_counted=is_cut or rank == 0).piece(rank * num_rows if is_cut else 0, total)
     else:
-        is_cut = False
-        yield piece(full, live, 0, live.shape[0] if live.dim() else 1)
+        yield replace(parameter, is_counted=rank == 0).piece(0, num_rows)
 
 
 def adapter_pieces(model: nn.Module, rank: int, names: WeightNames) -> Iterator[Piece]:

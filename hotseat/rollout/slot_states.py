@@ -27,7 +27,7 @@ from hotseat.algorithms.delta_rule import (
     step,
 )
 
-STATES = "hotseat_states"  # the keyword argument that carries `Step` or `Rows` from the model's forward to its layers
+STATES = "hotseat_states"  # keyword argument that carries `DecodeStep` or `Rows` from the model's forward to its layers
 
 
 def use_states(model: nn.Module) -> list[Any]:
@@ -39,7 +39,7 @@ def use_states(model: nn.Module) -> list[Any]:
 
 
 def _forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    work: Step | Rows | None = kwargs.get(STATES)
+    work: DecodeStep | Rows | None = kwargs.get(STATES)
     output: Tensor = (
         type(self).forward(self, hidden_states, **kwargs) if work is None else work.run(self, hidden_states)
     )
@@ -47,7 +47,7 @@ def _forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
 
 
 @dataclass
-class Step:
+class DecodeStep:
     """One token for each of the first slots, whose states change in place."""
 
     # By layer: inputs of the convolution [slots, num_before, channels], and the state of each head [slots, heads,
@@ -120,8 +120,8 @@ def convolved(layer: Any, seen: Tensor) -> Tensor:
     total = wide[:, :length] * kernel[:, 0]
     for back in range(1, kernel.shape[1]):
         total = total + wide[:, back : back + length] * kernel[:, back]
-    found: Tensor = ACT2FN[layer.activation](total.to(seen.dtype))
-    return found
+    activated: Tensor = ACT2FN[layer.activation](total.to(seen.dtype))
+    return activated
 
 
 def by_layer(nets: Sequence[Any], kinds: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]]:

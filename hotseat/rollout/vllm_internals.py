@@ -166,7 +166,7 @@ def _wide_logits(
 
 
 @dataclass(frozen=True)
-class Scoring:
+class PromptScoring:
     """Distribution of which prompt log-probs are: at a temperature, and over the first tokens of the vocabulary."""
 
     temperature: float = 1.0
@@ -182,7 +182,7 @@ class Scoring:
         return logits
 
 
-def let_prompts_be_scored_by(model_runner: Any, scoring: Callable[[], Scoring]) -> None:
+def let_prompts_be_scored_by(model_runner: Any, scoring: Callable[[], PromptScoring]) -> None:
     """Make vLLM's prompt log-probs those of a distribution: change the logits behind them, and no others."""
     if hasattr(model_runner, "_get_prompt_logprobs_dict"):
         of_prompts, model = model_runner._get_prompt_logprobs_dict, model_runner.model

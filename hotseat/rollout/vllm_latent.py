@@ -70,12 +70,12 @@ def in_order(layer: Any) -> Tensor:
 
 
 class DecodingWeights:
-    """What the layers of a model decode with, besides the weights that a push brings."""
+    """Weights that latent layers decode with, made from those that a push brings."""
 
     def __init__(self, model: nn.Module, pieces: Iterable[Piece]):
         named = {piece.live.data_ptr(): piece for piece in pieces}
-        found = [(named.get(layer.kv_b_proj.weight.data_ptr()), layer) for layer in latent_layers(model).values()]
-        self._layers = {piece.name: (piece, layer) for piece, layer in found if piece is not None}
+        pairs = [(named.get(layer.kv_b_proj.weight.data_ptr()), layer) for layer in latent_layers(model).values()]
+        self._layers = {piece.name: (piece, layer) for piece, layer in pairs if piece is not None}
 
     def make(self, dtype: torch.dtype) -> None:
         """Make it from the weights that are there."""

@@ -26,7 +26,7 @@ NAME = "hotseat_nf4"  # of the method, in vLLM's arguments
 
 @register_quantization_config(NAME)
 class Nf4Config(QuantizationConfig):
-    """Which layers are in NF4: all linear ones. Embeddings and the head are none."""
+    """Puts all linear layers in NF4, but neither embeddings nor the head."""
 
     def get_name(self) -> str:
         return NAME

@@ -79,7 +79,7 @@ class WorkerExtension:
         self.hotseat_buffers: dict[str, Tensor] = {}
         self.hotseat_is_dropped = False  # memory of the weights was given up without a copy
         if not hasattr(self, "hotseat_scoring"):
-            self.hotseat_scoring = inside.Scoring()
+            self.hotseat_scoring = inside.PromptScoring()
             inside.let_prompts_be_scored_by(self.model_runner, lambda: self.hotseat_scoring)
         reached = {piece.name for piece in self.hotseat_pieces}
         return {
@@ -100,7 +100,7 @@ class WorkerExtension:
         return None
 
     def hotseat_score_by(self, temperature: float, vocab_size: int | None = None) -> None:
-        self.hotseat_scoring = inside.Scoring(temperature, vocab_size)
+        self.hotseat_scoring = inside.PromptScoring(temperature, vocab_size)
 
     # --- weights ------------------------------------------------------------------------------------------------------
 

@@ -21,18 +21,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from hotseat.algorithms.routing import ROUTING, unknown_routing
+from hotseat.algorithms.routing import ROUTING
 from hotseat.errors import BatchError
 from hotseat.train.attention import Blocks
 from hotseat.train.divergence import Teaching
+from hotseat.train.input_layout import InputTokens, in_one_row, in_padded_rows
 from hotseat.train.sequence import SequenceGroup, Slice
 from hotseat.types import MicroBatch, segment_offsets, to_device
 from hotseat.vision import Vision, tokens_of
@@ -290,78 +290,45 @@ def model_input(
     segment = torch.repeat_interleave(torch.arange(batch.num_segments), lengths)  # [num_inputs]
     starts = segment_offsets(lengths)
     position = torch.arange(len(segment)) - starts[segment]
-    inputs = offsets[segment] + position  # [num_inputs]: where each input token stands in the micro-batch
+    indices = offsets[segment] + position  # [num_inputs]: where each input token stands in the micro-batch
+    axes = _axes(vision, batch, token_ids[indices], starts) if batch.images else None
+    recorded = batch.fields[ROUTING].cpu()[indices] if with_routing and ROUTING in batch.fields else None
+    inputs = InputTokens(token_ids[indices], lengths, starts, segment, position, axes, recorded)
 
-    each = torch.repeat_interleave(torch.arange(batch.num_segments), all_lengths)  # [num_tokens]: the segment
-    scored = (mask & (torch.arange(batch.num_tokens) > offsets[each])).nonzero().squeeze(-1)
-    before = starts[each[scored]] + scored - 1 - offsets[each[scored]]  # the input token that predicts it
-    longest = int(lengths.max())
-    recorded = batch.fields[ROUTING].cpu()[inputs] if with_routing and ROUTING in batch.fields else None
-    routing = None
-    axes = _axes(vision, batch, token_ids[inputs], starts) if batch.images else None
-
+    scored, before = _scored(mask, offsets, starts)
+    is_alone = group is None or group.size == 1
     owners = _owners(batch, token_ids, offsets, mask, lengths, starts, vision) if kind in ("auto", "shared") else None
     if kind == "auto":
-        num_padded = batch.num_segments * longest if group is None or group.size == 1 else math.inf
-        kind = _cheapest(num_padded, len(inputs), owners, has_flash)
+        num_padded = batch.num_segments * int(lengths.max()) if is_alone else math.inf
+        kind = _cheapest(num_padded, len(indices), owners, has_flash)
+    if kind != "shared":
+        owners = None
     if kind == "padded":
-        input_ids = torch.zeros(batch.num_segments, longest, dtype=torch.int64)
-        input_ids[segment, position] = token_ids[inputs]
-        position_ids, blocks = None, None
-        if axes is not None:
-            position_ids = torch.zeros(3, *input_ids.shape, dtype=torch.int64)
-            position_ids[:, segment, position] = axes
-        rows = segment[before] * longest + position[before]
-        counts = torch.bincount(segment * longest + position, minlength=input_ids.numel()).float()
-        if recorded is not None:
-            routing = unknown_routing(input_ids.numel(), recorded)
-            routing[segment * longest + position] = recorded
+        layout, row_of = in_padded_rows(inputs)
     else:
-        place = torch.arange(len(inputs)) if kind == "packed" or owners is None else owners
-        first, row_of = torch.unique(place, return_inverse=True)  # the input token of each row, the row of each input
-        input_ids, rows = token_ids[inputs[first]][None], row_of[before]
-        position_ids = position[first][None] if axes is None else axes[:, None, first]
-        routing = None if recorded is None else recorded[first]
-        is_shared, counts = len(first) < len(inputs), torch.bincount(row_of, minlength=len(first)).float()
-        if has_flash and (group is None or group.size == 1):
-            num_filler = _num_missing(len(first) + is_shared) + is_shared  # one row at least, if rows are gathered
-            row_of = torch.cat([row_of, torch.arange(len(first), len(first) + num_filler)])
-            if is_shared:  # attention gathers more rows than there are: of the last one, which is a filler
-                row_of = functional.pad(row_of, (0, _num_missing(len(row_of))), value=int(row_of[-1]))
-            lengths = torch.cat([lengths, _cut(len(row_of) - len(inputs), longest)])
-            starts = segment_offsets(lengths)
-            input_ids, position_ids, counts = (
-                functional.pad(tensor, (0, num_filler)) for tensor in (input_ids, position_ids, counts)
-            )
-            if routing is not None:
-                routing = torch.cat([routing, unknown_routing(num_filler, routing)])
-        blocks = Blocks.of(
-            lengths,
-            starts,
-            row_of if is_shared else None,
-            device=device,
-            has_flash=has_flash,
-            num_before=num_before,
-        )
-        if group is not None and group.size > 1:
-            part = Slice(group, len(first))
-            input_ids, position_ids, blocks = part.of(input_ids), part.of(position_ids), replace(blocks, slice=part)
-            counts = part.of(counts[None])[0]
-            routing = None if routing is None else part.of(routing.mT).mT
-            is_mine = (rows >= part.first) & (rows < part.first + part.length)
-            rows, scored = rows[is_mine] - part.first, scored[is_mine]
-    pixels: Mapping[str, Tensor] = {}
-    if batch.images and vision is not None:
-        pixels = _pixels(batch, starts, owners if kind == "shared" else None, vision, device)
-    targets = token_ids[scored]
+        layout, row_of = in_one_row(inputs, owners, device, num_before, has_flash=has_flash, is_filled=is_alone)
+    rows = row_of[before]
+    if kind != "padded" and group is not None and not is_alone:
+        part = Slice(group, layout.input_ids.shape[1])
+        layout = layout.cut(part)
+        is_mine = (rows >= part.first) & (rows < part.first + part.length)
+        rows, scored = rows[is_mine] - part.first, scored[is_mine]
+    pixels = _pixels(batch, starts, owners, vision, device) if batch.images and vision is not None else {}
     if teaching is not None:
         teaching = teaching.of(batch.fields, scored, device)
-    if device is not None and device.type != "cpu":
-        input_ids, rows, targets, scored = (to_device(tensor, device) for tensor in (input_ids, rows, targets, scored))
-        position_ids = None if position_ids is None else to_device(position_ids, device)
-        routing = None if routing is None else to_device(routing, device)
-    counted = to_device(counts, device) if with_counts else None
-    return ModelInput(input_ids, position_ids, blocks, rows, targets, scored, counted, pixels, teaching, routing)
+    moved = (layout.input_ids, rows, token_ids[scored], scored)
+    input_ids, rows, targets, scored = (to_device(tensor, device) for tensor in moved)
+    position_ids = None if layout.position_ids is None else to_device(layout.position_ids, device)
+    routing = None if layout.routing is None else to_device(layout.routing, device)
+    counts = to_device(layout.counts, device) if with_counts else None
+    return ModelInput(input_ids, position_ids, layout.blocks, rows, targets, scored, counts, pixels, teaching, routing)
+
+
+def _scored(mask: Tensor, offsets: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where tokens that are scored stand in the micro-batch, and the input token that predicts each."""
+    each = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets[1:] - offsets[:-1])  # the segment
+    scored = (mask & (torch.arange(len(mask)) > offsets[each])).nonzero().squeeze(-1)
+    return scored, starts[each[scored]] + scored - 1 - offsets[each[scored]]
 
 
 def _axes(vision: Vision | None, batch: MicroBatch, token_ids: Tensor, starts: Tensor) -> Tensor | None:
@@ -379,24 +346,9 @@ def _pixels(
     """Prepare images: one that is in a shared context only for the first segment with it."""
     owned = list(range(batch.num_segments))
     if owners is not None:
-        begins = starts[: batch.num_segments].tolist()  # without those of fillers, which have no images
+        begins = starts.tolist()[:-1]
         owned = [index for index, start in enumerate(begins) if int(owners[start]) == start]
     return vision.arguments([image for index in owned for image in batch.images[index]], device)
-
-
-def _num_missing(num_rows: int) -> int:
-    """Return how many rows are missing to a number that other micro-batches have, too.
-
-    On a GPU each new number costs time: memory of new sizes, kernels chosen anew, sometimes compiled. Between a power
-    of two and the next there are sixteen numbers, so at most a sixteenth is computed in vain.
-    """
-    return -num_rows % max(16, 1 << max(0, num_rows.bit_length() - 5))
-
-
-def _cut(num_tokens: int, longest: int) -> Tensor:
-    """Cut tokens into segments of at most `longest`: return their lengths."""
-    rest = num_tokens % longest
-    return torch.tensor([longest] * (num_tokens // longest) + [rest] * (rest > 0), dtype=torch.int64)
 
 
 def _owners(

@@ -13,7 +13,7 @@ from hotseat.cli.main import main
 from hotseat.config import Config, loads, loads_saved
 from hotseat.config.load import valid_keys
 from hotseat.observe.diagnosis import RULES, diagnose, render_table, unexplained
-from hotseat.observe.recorded import Curve, Recorded, read_recorded
+from hotseat.observe.recorded import MetricCurve, Recorded, read_recorded
 
 PAGE = Path(__file__).parents[2] / "docs" / "diagnosing.md"
 NUM_STEPS = 20
@@ -31,7 +31,7 @@ def recorded(settings="", *, passes=PASSES, failed_shares=None, reasons=None, co
         name, steps = name.replace("__", "/"), range(1, 1 + len(values))
         if name.startswith("eval/"):
             steps = range(0, 5 * len(values), 5)
-        curves[name] = Curve(tuple(steps), tuple(map(float, values)))
+        curves[name] = MetricCurve(tuple(steps), tuple(map(float, values)))
     return Recorded(
         curves,
         loads_saved(SETTINGS, settings.split()),
@@ -328,7 +328,7 @@ def test_figures_fit_the_step_from_which_a_cause_is_seen():
 
 
 def test_a_curve_is_judged_by_its_trend():
-    curve = Curve((1, 2, 3, 4, 5, 6), (0.0, 1.0, 0.0, 0.0, 1.0, 1.0))
+    curve = MetricCurve((1, 2, 3, 4, 5, 6), (0.0, 1.0, 0.0, 0.0, 1.0, 1.0))
     assert curve.values == (0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
     assert curve.lasts_from(lambda value: value == 1.0) == 5
     assert curve.lasts_from(lambda value: value == 0.0) is None
@@ -359,7 +359,7 @@ def test_records_are_read_from_files(tmp_path):
     write_lines(tmp_path / "heartbeat.json", {"error": "RewardError: too many"})
     found = read_recorded(tmp_path)
     assert found.curve("reward").raw == (0.5, 0.25)
-    assert found.curve("surprise") == Curve((1,), (1.0,))
+    assert found.curve("surprise") == MetricCurve((1,), (1.0,))
     assert (found.rewards, found.passes, found.num_prompts) == ((-1.0, 0.5), {0: 2}, 1)
     assert (found.failed_shares, found.reasons) == ({2: 0.25}, {"failed": "it broke"})
     assert (found.not_finite, found.error) == ({"grad_norm": 2}, "RewardError: too many")

@@ -9,7 +9,7 @@ from test_diagnosis import BREAKS, COLLAPSED, FLAT, NUM_STEPS, RISES, recorded
 from hotseat.cli.main import main
 from hotseat.observe.diagnosis import diagnose
 from hotseat.observe.diagnosis.trial import NoWindow, Window, last_good_step, outcome_of, window_of
-from hotseat.observe.recorded import Curve
+from hotseat.observe.recorded import MetricCurve
 
 
 def broken(**metrics):
@@ -58,7 +58,8 @@ def test_without_a_checkpoint_before_the_harm_it_says_which_settings_keep_one():
     late = replace(
         run,
         curves={
-            name: Curve(tuple(step + 100 for step in curve.steps), curve.raw) for name, curve in run.curves.items()
+            name: MetricCurve(tuple(step + 100 for step in curve.steps), curve.raw)
+            for name, curve in run.curves.items()
         },
     )
     with pytest.raises(

@@ -47,8 +47,8 @@ def parser_of(tokenizer: Any, family: str | None = None) -> Parser | None:
 
 
 def _of_harmony(context: Context, text: str, token_ids: Sequence[int], tools: Tools) -> Parsed | None:
-    found = harmony.parts(text)
-    return None if found is None else Parsed(*found)
+    parts = harmony.parts(text)
+    return None if parts is None else Parsed(*parts)
 
 
 def _by_transformers(tokenizer: Any) -> Parser:

@@ -16,8 +16,8 @@ from hotseat.loop.rl.groups import Groups
 from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.state import PhaseSettings, RlState
 from hotseat.loop.rl.stream import Stream
-from hotseat.loop.state.checkpoints import Checkpoint
-from hotseat.loop.state.saving import BACKENDS, CheckpointSource, critic_folder, for_ranks
+from hotseat.loop.state.checkpoints import BACKENDS, Checkpoint, critic_folder
+from hotseat.loop.state.saving import CheckpointSource, for_ranks
 from hotseat.loop.workers.model_workers import ModelWorker
 
 

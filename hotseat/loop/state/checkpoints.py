@@ -36,6 +36,9 @@ from hotseat.files import sync, sync_tree, write_whole
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+BACKENDS = {"actor": "actor", "critic": "critic_state"}  # folders of a checkpoint with the state of each role's backend
+BACKEND = BACKENDS["actor"]
+MODEL, CRITIC = "model", "critic"  # folders of a run or a checkpoint that hold Hugging Face models
 FORMAT = 2
 _COMPLETE = re.compile(r"step-(\d{6,})")
 _WRITING, _DELETING = ".writing-", ".deleting-"
@@ -349,6 +352,23 @@ def best_metric(state: str | bytes) -> float | None:
     """Return the metric in a checkpoint's state that chooses the best; None: not measured, or not finite."""
     value = json.loads(state).get("best_metric")
     return value if value is not None and math.isfinite(value) else None
+
+
+def chosen_metric(name: str | None, evaluation: Mapping[str, float]) -> float | None:
+    """Return the metric by which the best checkpoint is chosen, more being better; None: there is none."""
+    if name == "none" or not evaluation:
+        return None
+    if name is None:
+        name = "eval/accuracy" if "eval/accuracy" in evaluation else next(iter(evaluation))
+    value = evaluation.get(name, evaluation.get(f"eval/{name}"))
+    if value is None:
+        raise UserError(f"checkpoint.best_metric {name!r} was not measured; there are {', '.join(evaluation)}")
+    return -value if name.endswith("loss") else value
+
+
+def critic_folder(model: Path) -> Path:
+    """Return the folder to which the critic of a model is exported."""
+    return model.with_name(CRITIC) if model.name == MODEL else model.with_name(f"{model.name}_{CRITIC}")
 
 
 def digest_of_checkpoint(path: Path) -> str:

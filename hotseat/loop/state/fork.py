@@ -16,9 +16,8 @@ from hotseat.config import Config, loads_saved
 from hotseat.config.changes import keys_to_allow
 from hotseat.config.schema.record_options import EndpointConfig, MlflowConfig, TrackioConfig, WandbConfig
 from hotseat.errors import CheckpointError, UserError
-from hotseat.loop.state.checkpoints import STATE, CheckpointStore
+from hotseat.loop.state.checkpoints import BACKEND, STATE, CheckpointStore
 from hotseat.loop.state.run_dir import CHANGES
-from hotseat.loop.state.saving import BACKEND
 from hotseat.observe import METRICS, SAMPLES
 from hotseat.observe.journal import DISTRIBUTIONS
 

@@ -17,13 +17,14 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from hotseat.checks.run_directory import LOCK, owner_of
-from hotseat.errors import UserError
+from hotseat.config.schema.record_options import CheckpointConfig
+from hotseat.errors import CheckpointError, UserError
 from hotseat.files import opened, write_whole
-from hotseat.loop.state.checkpoints import CheckpointStore
+from hotseat.loop.state.checkpoints import MODEL, Checkpoint, CheckpointStore
 from hotseat.loop.state.run_dir import sole_owner
 from hotseat.processes import supervisor
 
@@ -31,6 +32,57 @@ POINTER = ".memory"  # in a run's directory: the path of its snapshots
 KEPT_S = 3600.0  # after the death of a driver
 _PREFIX = "hotseat-memory-"
 _VARIABLE = "HOTSEAT_MEMORY"  # which no process has: their supervisor ends none
+
+
+class MemorySnapshots:
+    """Memory snapshots that a run makes and resumes from; none without `checkpoint.memory_every`.
+
+    A failure of one does not end the run: the checkpoint on disk is complete.
+    """
+
+    def __init__(self, run_dir: Path):
+        self.is_needed = True  # should the run fail now, a resumed one would use its snapshot
+        self.is_saving = False  # the save under way, or the last one, is of a snapshot
+        self._run_dir = run_dir
+        self._store: CheckpointStore | None = None
+        self._has_warned = False
+
+    def open(self, section: CheckpointConfig, stack: ExitStack) -> None:
+        """Make the folder of snapshots, or take the one that a resumed run left, until the stack is closed."""
+        if section.memory_every is not None:
+            place = Path(section.memory_path)
+            self._store = stack.enter_context(
+                memory_snapshots(place, self._run_dir, is_resumed=section.resume, is_needed=lambda: self.is_needed)
+            )
+
+    def store_if_due(self, step: int, every: int | None) -> CheckpointStore | None:
+        """Return where a snapshot after this step is saved; None: none is due."""
+        return None if every is None or step % every != 0 else self._store
+
+    def newer_than(self, step: int, say: Callable[[str], object]) -> Checkpoint | None:
+        """Return the snapshot, if it is of a later step. One that is damaged is deleted: the one on disk counts."""
+        steps = [] if self._store is None else self._store.steps()
+        if self._store is None or not steps or steps[-1] <= step:
+            return None
+        try:
+            return self._store.newest()
+        except CheckpointError as error:
+            say(f"warning: {error}; it is deleted, and the newest checkpoint on disk counts")
+            self._store.delete_all(but_with=MODEL)
+            return None
+
+    def clean(self) -> Callable[[str], object]:
+        """Delete what was not finished; return what says warnings."""
+        if self._store is None:
+            return print
+        self._store.clean()
+        return self._store.warn
+
+    def warn_once(self, error: CheckpointError) -> None:
+        """Say the first time that a snapshot failed."""
+        if self._store is not None and not self._has_warned:
+            self._store.warn(f"no memory snapshot is made, but the run continues, and tries again: {error}")
+        self._has_warned = True
 
 
 @contextmanager

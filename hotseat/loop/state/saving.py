@@ -1,9 +1,8 @@
-"""Decides when a run saves a checkpoint and what it holds, and finds the one to resume from."""
+"""Saves checkpoints of a run, and finds the one to resume from."""
 
 from __future__ import annotations
 
 import copy
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -17,28 +16,31 @@ from hotseat.config.changes import NUM_STEPS, Change, changes_between
 from hotseat.config.hiding import has_secrets
 from hotseat.errors import CheckpointError, HotseatError, StoreError, UserError
 from hotseat.loop.state.background_save import BackgroundSave
-from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint, shown_bytes
-from hotseat.loop.state.memory_snapshots import memory_snapshots
+from hotseat.loop.state.checkpoints import (
+    BACKEND,
+    MODEL,
+    Checkpoint,
+    CheckpointStore,
+    chosen_metric,
+    critic_folder,
+    digest_of_checkpoint,
+    shown_bytes,
+)
+from hotseat.loop.state.memory_snapshots import MemorySnapshots
 from hotseat.loop.state.remote_checkpoints import RemoteCheckpoints
 from hotseat.loop.state.remote_copies import RemoteCopies
 from hotseat.loop.state.run_dir import sole_owner, write_config
+from hotseat.loop.state.save_schedule import SaveSchedule
 from hotseat.loop.state.uploads import Say
 from hotseat.machine import available_bytes
 from hotseat.observe import Journal
 from hotseat.processes import kept_driver
 from hotseat.processes.kept_driver import tell
 
-BACKENDS = {"actor": "actor", "critic": "critic_state"}  # folders of a checkpoint with the state of each role's backend
-BACKEND = BACKENDS["actor"]
-MODEL, CRITIC = "model", "critic"  # folders of a run or a checkpoint that hold Hugging Face models
-
 # Free host memory that a copy of the state requires, in multiples of its size: the rest of the run needs some too.
 _ROOM_FOR_A_COPY = 2
 # Wait for a background save when a run fails: long enough to be worthwhile, short enough not to delay the error much.
 _LAST_WAIT_S = 30.0
-# Limits on checkpoints that are made by default: they take at most one part in _TIME_PARTS of a run's time, and one
-# part in _DISK_PARTS of the free disk.
-_TIME_PARTS, _DISK_PARTS = 20, 2
 
 # training: the first signal lets the current step finish. stopped: that step was finished and saved, and the run ends.
 # exporting: all steps are made, and the first signal lets the export finish. exported: the run is complete.
@@ -57,11 +59,6 @@ class CheckpointSource:
     snapshot: Callable[[Path], Callable[[], bool]] | None = None
     # By folder of the checkpoint: how many ranks write into it; a checkpoint without the files of any is not committed.
     num_ranks: Mapping[str, int] = field(default_factory=dict)
-
-
-def critic_folder(model: Path) -> Path:
-    """Return the folder to which the critic of a model is exported."""
-    return model.with_name(CRITIC) if model.name == MODEL else model.with_name(f"{model.name}_{CRITIC}")
 
 
 def for_ranks(path: Path) -> str:
@@ -89,16 +86,12 @@ class Saver:
         self._config = config
         self._run_dir = run_dir
         self._tokenizer = tokenizer
-        self._num_steps = num_steps
+        self._schedule = SaveSchedule(section, num_steps, clock)
         self._timeout_s = config.cluster.call_timeout_s
         self._background_save: BackgroundSave | None = None
-        self._is_saving_in_memory = False  # what it saves is a memory snapshot
         self._stood_still_s: float | None = None  # time that saves held up the run since the last `metrics`
         self.changes: list[Change] = []  # since the checkpoint that `find` returned
         self._clock = clock
-        self._saved_s = clock()  # time of the last save, or of the start
-        self._cost_s = 0.0  # time for which the last save held up the run
-        self._warned_of_room = False
         self._last_made: int | None = None  # the last step that was finished
         self._has_told_standby = False
         self.phase: Phase = "idle"
@@ -111,9 +104,7 @@ class Saver:
             max_bytes=None if section.max_gib is None else int(section.max_gib * 2**30),
             is_private=has_secrets(config),
         )
-        self._memory: CheckpointStore | None = None  # of memory snapshots, once `find` has opened them
-        self._needs_memory = True  # should the run fail now, a resumed one would use its memory snapshot
-        self._warned_of_memory = False
+        self._memory = MemorySnapshots(run_dir)
         self._copies: RemoteCopies | None = None
         if section.url is not None:
             remote = RemoteCheckpoints(
@@ -129,15 +120,7 @@ class Saver:
         show: called with how far a download is.
         """
         section = self._config.checkpoint
-        if section.memory_every is not None:
-            self._memory = stack.enter_context(
-                memory_snapshots(
-                    Path(section.memory_path),
-                    self._run_dir,
-                    is_resumed=section.resume,
-                    is_needed=lambda: self._needs_memory,
-                )
-            )
+        self._memory.open(section, stack)
         is_named = section.is_asked_for or section.resume or section.path is not None
         if not is_named and not self._store.directory.exists():
             return None  # by default the folder is made with the first checkpoint
@@ -181,18 +164,8 @@ class Saver:
         return checkpoint
 
     def _newest(self, say: Callable[[str], object]) -> Checkpoint | None:
-        """Return the memory snapshot if it is newer than the newest checkpoint on disk, else that; None: there is none.
-
-        A snapshot that is damaged is deleted, since the one on disk is complete.
-        """
-        in_memory = [] if self._memory is None else self._memory.steps()
-        if self._memory is not None and in_memory and in_memory[-1] > max(self._store.steps(), default=0):
-            try:
-                return self._memory.newest()
-            except CheckpointError as error:
-                say(f"warning: {error}; it is deleted, and the newest checkpoint on disk counts")
-                self._memory.delete_all(but_with=MODEL)
-        return self._store.newest()
+        """Return the memory snapshot if it is newer than the newest checkpoint on disk, else that, if there is one."""
+        return self._memory.newer_than(max(self._store.steps(), default=0), say) or self._store.newest()
 
     def uploading(self, say: Say, show: Callable[[str], object]) -> AbstractContextManager[None]:
         """Upload checkpoints to their URL, if they have one, inside the context; see `RemoteCopies.uploading`."""
@@ -206,7 +179,7 @@ class Saver:
 
     def keep(self, config: Config) -> None:
         """Use from now on a config that the run has changed: in the run directory and in later checkpoints."""
-        self._config = config
+        self._config, self._schedule.section = config, config.checkpoint
         write_config(self._run_dir, config)
 
     def last_step(self) -> int | None:
@@ -225,31 +198,12 @@ class Saver:
 
     @property
     def can_save(self) -> bool:
-        return self._config.checkpoint.every is not None or self._config.checkpoint.minutes is not None
+        return self._schedule.can_save
 
     def is_due(self, step: int, is_stopping: bool) -> bool:
         """Tell whether a checkpoint is to be made after a step."""
-        return self._is_at_step(step) or self._is_late() or (is_stopping and self.can_save) or self._is_last(step)
-
-    def _is_at_step(self, step: int) -> bool:
-        every = self._config.checkpoint.every
-        return every is not None and step % every == 0
-
-    def _is_last(self, step: int) -> bool:
-        """Tell whether a checkpoint is made because the run ends, so that it can be extended, or export its model."""
-        section = self._config.checkpoint
-        is_last = self.is_ending or step == self._num_steps
-        return is_last and self.can_save and section.keep_final and section.save_state
-
-    def _is_late(self) -> bool:
-        """Tell whether a checkpoint is due by time: the minutes have passed, and saving takes a small part of them."""
-        section = self._config.checkpoint
-        if section.minutes is None:
-            return False
-        least_s = section.minutes * 60
-        if section.every_minutes is None:
-            least_s = max(least_s, _TIME_PARTS * self._cost_s)
-        return self._clock() - self._saved_s >= least_s
+        is_made_at_stop = is_stopping and self.can_save
+        return self._schedule.is_due(step) or is_made_at_stop or self._schedule.is_last(step, self.is_ending)
 
     def stop_when_finished(self) -> str | None:
         """Have the run end once its current work is saved, and return what that is, for the user.
@@ -334,59 +288,34 @@ class Saver:
             return None
         self._store.warn = lambda text: journal.say(text, kind="warning")
         # The last step's, if nobody asked for it, must not cost the model that is exported next.
-        is_asked_for = self._config.checkpoint.is_asked_for and (self._is_at_step(step) or self._is_late())
-        if not (is_asked_for or is_stopping or self._has_room(source, journal)):
-            self._saved_s = self._clock()
+        is_asked_for = self._config.checkpoint.is_asked_for and self._schedule.is_due(step)
+        if not (is_asked_for or is_stopping or self._schedule.has_room(source.num_bytes(), self.folder, journal)):
             return None
         journal.phase("save")
         started_s = self._clock()
         try:
             path = self.save(step, source, evaluation)
         except HotseatError as error:
-            if is_asked_for or is_stopping or not self._is_last(step):
+            if is_asked_for or is_stopping or not self._schedule.is_last(step, self.is_ending):
                 raise
             journal.say(f"no checkpoint of the last step is made, and the model is exported: {error}", kind="warning")
             return None
-        self._saved_s = self._clock()
-        self._cost_s = self._saved_s - started_s
-        self._stood_still_s = (self._stood_still_s or 0.0) + self._cost_s
+        self._stood_still_s = (self._stood_still_s or 0.0) + self._schedule.saved(started_s)
         return path
 
     def _save_in_memory(self, step: int, source: CheckpointSource, journal: Journal) -> None:
         """Make a memory snapshot if one is due. A failure does not end the run: the disk is complete."""
-        every = self._config.checkpoint.memory_every
-        if self._memory is None or every is None or step % every != 0:
+        store = self._memory.store_if_due(step, self._config.checkpoint.memory_every)
+        if store is None:
             return
-        self._memory.warn = lambda text: journal.say(text, kind="warning")
+        store.warn = lambda text: journal.say(text, kind="warning")
         journal.phase("save")
         started_s = self._clock()
         try:
-            self.save(step, source, {}, self._memory)
+            self.save(step, source, {}, store)
         except CheckpointError as error:
-            self._warn_of_memory(error)
+            self._memory.warn_once(error)
         self._stood_still_s = (self._stood_still_s or 0.0) + self._clock() - started_s
-
-    def _warn_of_memory(self, error: CheckpointError) -> None:
-        if self._memory is not None and not self._warned_of_memory:
-            self._memory.warn(f"no memory snapshot is made, but the run continues, and tries again: {error}")
-        self._warned_of_memory = True
-
-    def _has_room(self, source: CheckpointSource, journal: Journal) -> bool:
-        """Tell whether a checkpoint made by default leaves enough of the disk free; warn once if it does not."""
-        folder = next(
-            path for path in (self._store.directory, *self._store.directory.absolute().parents) if path.exists()
-        )
-        num_bytes, free = source.num_bytes(), shutil.disk_usage(folder).free
-        if _DISK_PARTS * num_bytes <= free:
-            return True
-        if not self._warned_of_room:
-            journal.say(
-                f"no checkpoint is made: it takes {shown_bytes(num_bytes)}, and {shown_bytes(free)} are free; set"
-                " checkpoint.path to a larger disk and checkpoint.every, or checkpoint.every_minutes to 0",
-                kind="warning",
-            )
-        self._warned_of_room = True
-        return False
 
     def digest(self, step: int) -> str | None:
         """Return the digest of the checkpoint of a step; None if there is none."""
@@ -394,7 +323,7 @@ class Saver:
 
     def finish(self, say: Callable[[str], object]) -> None:
         """Name the last checkpoint and its size at the end of a run, or delete what `keep_final` does not keep."""
-        self._needs_memory = False
+        self._memory.is_needed = False
         if not self._config.checkpoint.keep_final:
             if self._copies is not None:
                 self._copies.delete_all(MODEL, say)
@@ -413,7 +342,7 @@ class Saver:
     def stop(self, path: Path, journal: Journal) -> NoReturn:
         """End the run once that checkpoint is complete. Raises `KeyboardInterrupt`."""
         self.wait()
-        self.phase, self._needs_memory = "stopped", False
+        self.phase, self._memory.is_needed = "stopped", False
         journal.say(f"saved {path}")
         raise KeyboardInterrupt
 
@@ -439,14 +368,14 @@ class Saver:
         faults.reach("save.before")
         saves_state = section.save_state or not is_on_disk
         num_bytes = source.num_bytes() if saves_state else 0
-        is_alone = self.is_ending or step == self._num_steps  # nothing runs beside it
+        is_alone = self.is_ending or self._schedule.is_end(step)  # nothing runs beside it
         snapshot = source.snapshot if self._saves_in_background(num_bytes) and not is_alone else None
         state = {
             "step": step,
             "task": self._config.task,
             "config": to_saved(self._config),
             "run": str(self._run_dir.absolute()),
-            "best_metric": _best(section.best_metric, evaluation) if is_on_disk else None,
+            "best_metric": chosen_metric(section.best_metric, evaluation) if is_on_disk else None,
             **copy.deepcopy(dict(source.state())),  # a copy: the run may change it before it is written
         }
         is_written: Callable[[], bool] | None = None
@@ -472,7 +401,7 @@ class Saver:
             self._commit(store, step, state, num_ranks, when_current)
 
         self._background_save = BackgroundSave(step, ask, commit, self._timeout_s)
-        self._is_saving_in_memory = not is_on_disk
+        self._memory.is_saving = not is_on_disk
         return store.path(step)
 
     def _commit(
@@ -505,9 +434,9 @@ class Saver:
             raise  # `settled` gives it up
         except BaseException as error:
             self._background_save = None
-            if not (self._is_saving_in_memory and isinstance(error, CheckpointError)):
+            if not (self._memory.is_saving and isinstance(error, CheckpointError)):
                 raise
-            self._warn_of_memory(error)
+            self._memory.warn_once(error)
         self._background_save = None
 
     def go_back(self) -> Checkpoint | None:
@@ -517,9 +446,7 @@ class Saver:
         """
         self._give_up_saving()
         self._store.clean()
-        if self._memory is not None:
-            self._memory.clean()
-        checkpoint = self._newest(self._memory.warn if self._memory is not None else print)
+        checkpoint = self._newest(self._memory.clean())
         if checkpoint is None or not (checkpoint.path / BACKEND).is_dir():
             return None
         self._last_made, self._stood_still_s = checkpoint.step, None
@@ -565,14 +492,3 @@ class Saver:
         finally:
             if self.phase == "training":
                 self.phase = "idle"  # a step that failed is not finished
-
-
-def _best(name: str | None, evaluation: Mapping[str, float]) -> float | None:
-    if name == "none" or not evaluation:
-        return None
-    if name is None:
-        name = "eval/accuracy" if "eval/accuracy" in evaluation else next(iter(evaluation))
-    value = evaluation.get(name, evaluation.get(f"eval/{name}"))
-    if value is None:
-        raise UserError(f"checkpoint.best_metric {name!r} was not measured; there are {', '.join(evaluation)}")
-    return -value if name.endswith("loss") else value

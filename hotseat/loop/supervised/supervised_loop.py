@@ -20,8 +20,8 @@ from hotseat.loop.inputs import SupervisedData, SupervisedInputs
 from hotseat.loop.opening import ClusterContext, Exported, OpenRun, export_models
 from hotseat.loop.settings.token_budgets import TokenBudgets
 from hotseat.loop.settings.training_settings import batch_settings, reference_settings, train_options
-from hotseat.loop.state.checkpoints import Checkpoint
-from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver, for_ranks
+from hotseat.loop.state.checkpoints import BACKEND, Checkpoint
+from hotseat.loop.state.saving import CheckpointSource, Saver, for_ranks
 from hotseat.loop.state.watchdog import Readiness
 from hotseat.loop.supervised.supervised_worker import StepResult, SupervisedTask, SupervisedWorker
 from hotseat.loop.workers.folder_proof import FolderProof

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import statistics
 
-from hotseat.observe.diagnosis.ending import FALL, MOST, SOLVED, Ending, has_learned, reward_range
-from hotseat.observe.diagnosis.signs import Advice, Change, Evidence, Signs, evidence_at, lasting, scored_apart
-from hotseat.observe.recorded import Curve, Recorded
+from hotseat.observe.diagnosis.run_ending import FALL, MOST, SOLVED, Ending, has_learned, reward_range
+from hotseat.observe.diagnosis.signs import (
+    Evidence,
+    OptionAdvice,
+    OptionChange,
+    Signs,
+    evidence_at,
+    lasting,
+    scored_apart,
+)
+from hotseat.observe.recorded import MetricCurve, Recorded
 
 
 def failed_rewards(recorded: Recorded, ending: Ending) -> Signs | None:
@@ -16,7 +24,7 @@ def failed_rewards(recorded: Recorded, ending: Ending) -> Signs | None:
         return None
     last = shares[max(shares)]
     evidence = Evidence("share of samples that failed", began, shares[began], "a tenth of a step", 0.0, last)
-    change = Advice("reward.function", recorded.config.reward.function, "what its errors say")
+    change = OptionAdvice("reward.function", recorded.config.reward.function, "what its errors say")
     return Signs(began, shares[began] / 0.1, (evidence,), (change,), f"such as {recorded.reasons['failed']}")
 
 
@@ -28,7 +36,7 @@ def constant_reward(recorded: Recorded, ending: Ending) -> Signs | None:
         evidence_at(recorded, "reward_std", spread.steps[0], "0 in every step"),
         evidence_at(recorded, "reward", spread.steps[0], "one value for every answer of a step"),
     )
-    change = Advice("reward.function", recorded.config.reward.function, "one that tells answers apart")
+    change = OptionAdvice("reward.function", recorded.config.reward.function, "one that tells answers apart")
     return Signs(spread.steps[0], 10.0, evidence, (change,), _same_reward(recorded) or "")
 
 
@@ -42,27 +50,29 @@ def groups_alike(recorded: Recorded, ending: Ending) -> Signs | None:
     has_hacked = ending.metric != "reward" and has_learned(recorded)
     if not ending.is_poor or has_hacked or recorded.config.rollout.samples_per_prompt == 1:
         return None
-    found = lasting(recorded, "groups_alike", lambda share: share >= MOST, f"{MOST:.0%} of groups or more, to the end")
-    if found is None:
+    onset = lasting(recorded, "groups_alike", lambda share: share >= MOST, f"{MOST:.0%} of groups or more, to the end")
+    if onset is None:
         return None
-    began, evidence = found
+    began, evidence = onset
     rollout = recorded.config.rollout
     low, high = reward_range(recorded)
-    cure = [Change("rollout.samples_per_prompt", rollout.samples_per_prompt, 2 * rollout.samples_per_prompt)]
+    cure = [OptionChange("rollout.samples_per_prompt", rollout.samples_per_prompt, 2 * rollout.samples_per_prompt)]
     detail = "prompts are too hard or too easy"
     is_cold = rollout.temperature < MOST
     if is_cold:
-        cure.insert(0, Change("rollout.temperature", rollout.temperature, 1.0))
+        cure.insert(0, OptionChange("rollout.temperature", rollout.temperature, 1.0))
         detail = f"the temperature is {rollout.temperature:g}, so that answers to one prompt are the same"
     elif same := _same_reward(recorded):
         detail = same
     elif recorded.curve("reward").last >= low + SOLVED * (high - low):
         detail = "nearly every answer has the highest reward"
-        cure.append(Advice("data.path", recorded.config.data.path, "harder prompts"))
+        cure.append(OptionAdvice("data.path", recorded.config.data.path, "harder prompts"))
     elif recorded.curve("reward").last <= low + 0.1 * (high - low):
         detail = "nearly every answer is wrong"
-        cure.append(Advice("data.path", recorded.config.data.path, "easier prompts"))
-        cure.append(Advice("reward.function", recorded.config.reward.function, "one with steps between its values"))
+        cure.append(OptionAdvice("data.path", recorded.config.data.path, "easier prompts"))
+        cure.append(
+            OptionAdvice("reward.function", recorded.config.reward.function, "one with steps between its values")
+        )
     is_setting = is_cold and began == recorded.curve("groups_alike").steps[0]
     return Signs(began, evidence.value / MOST, (evidence,), tuple(cure), detail, is_setting)
 
@@ -70,12 +80,12 @@ def groups_alike(recorded: Recorded, ending: Ending) -> Signs | None:
 def truncation(recorded: Recorded, ending: Ending) -> Signs | None:
     if not ending.is_harm:
         return None
-    found = lasting(recorded, "truncated", lambda share: share >= 0.5, "half of the answers or more, to the end")
-    if found is None:
+    onset = lasting(recorded, "truncated", lambda share: share >= 0.5, "half of the answers or more, to the end")
+    if onset is None:
         return None
-    began, evidence = found
+    began, evidence = onset
     now = recorded.config.rollout.max_new_tokens or round(recorded.curve("length").last)
-    change = Change("rollout.max_new_tokens", now, 4 * now)
+    change = OptionChange("rollout.max_new_tokens", now, 4 * now)
     return Signs(began, evidence.value / 0.5, (evidence,), (change,))
 
 
@@ -109,8 +119,8 @@ def length_reward(recorded: Recorded, ending: Ending) -> Signs | None:
         evidence.append(evidence_at(recorded, "truncated", length.steps[-1], "half of the answers"))
     now = recorded.config.rollout.max_new_tokens or round(length.last)
     cure = (
-        Advice("reward.function", recorded.config.reward.function, "one without length in it"),
-        Change("reward.overlong.buffer_length", recorded.config.reward.overlong.buffer_length, max(1, now // 2)),
+        OptionAdvice("reward.function", recorded.config.reward.function, "one without length in it"),
+        OptionChange("reward.overlong.buffer_length", recorded.config.reward.overlong.buffer_length, max(1, now // 2)),
     )
     detail = f"{share:.0%} of the reward's rise came while answers grew"
     return Signs(began, length.last / limit, tuple(evidence), cure, detail)
@@ -126,8 +136,8 @@ def reward_hack(recorded: Recorded, ending: Ending) -> Signs | None:
         _fallen(recorded, ending),
     )
     cure = (
-        Advice("reward.function", recorded.config.reward.function, "the score of the evaluation"),
-        Change(
+        OptionAdvice("reward.function", recorded.config.reward.function, "the score of the evaluation"),
+        OptionChange(
             "algorithm.kl.coef", recorded.config.algorithm.kl.coef, max(0.01, 10 * recorded.config.algorithm.kl.coef)
         ),
     )
@@ -140,7 +150,7 @@ def repeated_data(recorded: Recorded, ending: Ending) -> Signs | None:
     if len(recorded.passes) < 3 or len(held_out.raw) < 3 or scored_apart(recorded) or not has_learned(recorded):
         return None
     low, high = reward_range(recorded)
-    gaps = Curve(held_out.steps[1:], tuple(reward.at(step) - value for step, value in held_out.pairs[1:]))
+    gaps = MetricCurve(held_out.steps[1:], tuple(reward.at(step) - value for step, value in held_out.pairs[1:]))
     began = gaps.lasts_from(lambda gap: gap > 0.5 * (high - low))
     if began is None:
         return None
@@ -149,7 +159,7 @@ def repeated_data(recorded: Recorded, ending: Ending) -> Signs | None:
         Evidence("reward - eval/reward", began, gaps.at(began), "half of the range", gaps.raw[0], gaps.last),
         Evidence("passes over the prompts", began, num_before, "3 in all", 1, len(recorded.passes)),
     )
-    change = Change("train.num_episodes", recorded.config.train.num_episodes, max(1, num_before))
+    change = OptionChange("train.num_episodes", recorded.config.train.num_episodes, max(1, num_before))
     detail = f"{recorded.num_prompts} different prompts were trained; more of them would help most"
     return Signs(began, gaps.last / (0.5 * (high - low)), evidence, (change,), detail)
 
@@ -163,5 +173,5 @@ def dropped_data(recorded: Recorded, ending: Ending) -> Signs | None:
     share = num_dropped / num_all
     evidence = Evidence("samples dropped in the ledger", began, share, f"above a share of {MOST}", 0.0, share)
     filtering = recorded.config.algorithm.filtering
-    change = Change("algorithm.filtering.enabled", filtering.enabled, False)
+    change = OptionChange("algorithm.filtering.enabled", filtering.enabled, False)
     return Signs(began, share / MOST, (evidence,), (change,), f"such as {recorded.reasons['dropped']}")

@@ -6,9 +6,18 @@ import math
 import statistics
 from dataclasses import replace
 
-from hotseat.observe.diagnosis.ending import MIN_STEPS, Ending, fall_of, has_learned
-from hotseat.observe.diagnosis.signs import Change, Evidence, Signs, entropy_metric, evidence_at, lasting, shown, slower
-from hotseat.observe.recorded import Curve, Recorded
+from hotseat.observe.diagnosis.run_ending import MIN_STEPS, Ending, fall_of, has_learned
+from hotseat.observe.diagnosis.signs import (
+    Evidence,
+    OptionChange,
+    Signs,
+    entropy_metric,
+    evidence_at,
+    lasting,
+    shown,
+    slower,
+)
+from hotseat.observe.recorded import MetricCurve, Recorded
 from hotseat.registry.correction_kinds import OFF_POLICY_CORRECTION
 from hotseat.registry.engines import DEFAULT_ENGINE
 
@@ -25,7 +34,7 @@ def not_finite(recorded: Recorded, ending: Ending) -> Signs | None:
         evidence = (*evidence, evidence_at(recorded, "skipped_updates", began, f"{num_skipped:.0f} by the end"))
     changes = [slower(recorded, 10)]
     if recorded.config.train.dtype == "fp16":
-        changes.insert(0, Change("train.dtype", "fp16", "bf16"))
+        changes.insert(0, OptionChange("train.dtype", "fp16", "bf16"))
     return Signs(began, max(1.0, num_skipped / 3), evidence, tuple(changes))
 
 
@@ -35,20 +44,20 @@ def entropy_collapse(recorded: Recorded, ending: Ending) -> Signs | None:
     if not ending.is_poor or len(curve.raw) < 4:
         return None
     limit = (0.3 if ending.kind == "stalled" else 0.1) * max(curve.values[:2])
-    found = lasting(
+    onset = lasting(
         recorded, metric, lambda value: value < limit, f"below {limit:.2g}, by the first values, to the end"
     )
-    if found is None:
+    if onset is None:
         return None
-    _, low = found
+    _, low = onset
     half = 0.5 * max(curve.values[:2])
     began = curve.lasts_from(lambda value: value < half) or low.step
     start = evidence_at(recorded, metric, began, f"below {half:.2g}, half of the first values, to the end")
     evidence = (start, low) if began < low.step else (low,)
     now = recorded.config.algorithm.entropy_coef
     cure = (
-        Change("algorithm.entropy_coef", now, 2 * now if now else 0.01),
-        Change("algorithm.clip_high", recorded.config.algorithm.clip_high, 0.28),
+        OptionChange("algorithm.entropy_coef", now, 2 * now if now else 0.01),
+        OptionChange("algorithm.clip_high", recorded.config.algorithm.clip_high, 0.28),
         slower(recorded, 3),
     )
     return Signs(began, limit / max(low.value, limit / 100), evidence, cure)
@@ -59,11 +68,11 @@ def entropy_bonus(recorded: Recorded, ending: Ending) -> Signs | None:
     curve = recorded.curve("entropy")
     if not ending.is_harm or not coefficient or not curve:
         return None
-    found = lasting(recorded, "entropy", lambda value: value > 2 * curve.raw[0], "twice the first value, to the end")
-    if found is None:
+    onset = lasting(recorded, "entropy", lambda value: value > 2 * curve.raw[0], "twice the first value, to the end")
+    if onset is None:
         return None
-    began, evidence = found
-    change = Change("algorithm.entropy_coef", coefficient, coefficient / 100)
+    began, evidence = onset
+    change = OptionChange("algorithm.entropy_coef", coefficient, coefficient / 100)
     return Signs(began, evidence.value / (2 * curve.raw[0]), (evidence,), (change,))
 
 
@@ -81,7 +90,7 @@ def kl_penalty(recorded: Recorded, ending: Ending) -> Signs | None:
         for step, value in kl.pairs
         if spread and spread.at(step) > 0
     }
-    ratio = Curve(tuple(sizes), tuple(sizes.values()))
+    ratio = MetricCurve(tuple(sizes), tuple(sizes.values()))
     over = [step for step, value in sizes.items() if value > 1]
     # A policy that is farther from the reference than its own entropy was not held back.
     entropy = recorded.curve(entropy_metric(recorded))
@@ -96,7 +105,7 @@ def kl_penalty(recorded: Recorded, ending: Ending) -> Signs | None:
     )
     largest = statistics.median(sizes[step] for step in over)
     now = recorded.config.algorithm.kl.coef
-    change = Change("algorithm.kl.coef", now, float(f"{now / (10 * largest):.1g}"))
+    change = OptionChange("algorithm.kl.coef", now, float(f"{now / (10 * largest):.1g}"))
     return Signs(began, largest, evidence, (change,))
 
 
@@ -109,12 +118,12 @@ def kl_growth(recorded: Recorded, ending: Ending) -> Signs | None:
     grown, own = 10 * statistics.median(kl.values[1 : max(3, len(kl.raw) // 5)]), entropy.raw[0] if entropy else 0.1
     limit = max(grown, own)
     origin = "10 times its first values" if grown >= own else "the first entropy" if entropy else "a least value"
-    found = lasting(recorded, "kl", lambda value: value > limit, f"above {limit:.2g}, {origin}, to the end")
-    if found is None:
+    onset = lasting(recorded, "kl", lambda value: value > limit, f"above {limit:.2g}, {origin}, to the end")
+    if onset is None:
         return None
-    began, evidence = found
+    began, evidence = onset
     now = recorded.config.algorithm.kl.coef
-    change = Change("algorithm.kl.coef", now, 10 * now)
+    change = OptionChange("algorithm.kl.coef", now, 10 * now)
     return Signs(began, evidence.value / limit, (evidence,), (change, slower(recorded, 3)))
 
 
@@ -130,10 +139,10 @@ _JUMPS = {
 }
 
 
-def _jumps(name: str, curve: Curve) -> list[tuple[int, float, float]]:
+def _jumps(name: str, curve: MetricCurve) -> list[tuple[int, float, float]]:
     """Return the steps at which a metric jumps, with the factor and the median of the three steps from there."""
     factor, floor = _JUMPS[name]
-    found = []
+    jumps = []
     for index in range(1, len(curve.raw)):
         before = statistics.median(curve.raw[max(0, index - 3) : index]) + floor
         after = statistics.median(curve.raw[index : index + 3]) + floor
@@ -141,8 +150,8 @@ def _jumps(name: str, curve: Curve) -> list[tuple[int, float, float]]:
         if name == "length" and 0 < growth < 1:
             growth = 1 / growth
         if growth >= factor:
-            found.append((curve.steps[index], growth, after - floor))
-    return found
+            jumps.append((curve.steps[index], growth, after - floor))
+    return jumps
 
 
 def learning_rate(recorded: Recorded, ending: Ending) -> Signs | None:
@@ -153,24 +162,24 @@ def learning_rate(recorded: Recorded, ending: Ending) -> Signs | None:
     near = max(3, len(reward.raw) // 10)
     latest = own.began + near if own.kind == "fell" else reward.steps[0] + 2 * near
     earliest = own.began - near if own.kind == "fell" else 0
-    found = {
+    jumps = {
         name: (step, factor, value)
         for name in _JUMPS
         for step, factor, value in _jumps(name, recorded.curve(name))[::-1]
         if earliest <= step <= latest
     }
-    if not found:
+    if not jumps:
         return None
-    began = min(step for step, *_ in found.values())
+    began = min(step for step, *_ in jumps.values())
     evidence = [
         replace(evidence_at(recorded, name, step, f"a jump by a factor of {factor:.1f} within 3 steps"), value=value)
-        for name, (step, factor, value) in found.items()
+        for name, (step, factor, value) in jumps.items()
     ]
     # Where an evaluation alone fell, the reward did not rise.
     has_fallen = own.kind == "fell" and own.metric == "reward"
     words = own.depth(reward.at(own.began)) if has_fallen else "it never rises"
     evidence.insert(0, evidence_at(recorded, "reward", own.began or began, words))
-    strength = max(factor / _JUMPS[name][0] for name, (_, factor, _) in found.items())
+    strength = max(factor / _JUMPS[name][0] for name, (_, factor, _) in jumps.items())
     return Signs(began, strength, tuple(evidence), (slower(recorded, 10),))
 
 
@@ -192,28 +201,28 @@ def staleness(recorded: Recorded, ending: Ending) -> Signs | None:
     if newest:
         evidence.append(evidence_at(recorded, "engine_gap_lag_0", began, "without staleness, so the engine agrees"))
     config = recorded.config
-    cure = [Change("overlap.staleness", config.overlap.staleness, 1)]
+    cure = [OptionChange("overlap.staleness", config.overlap.staleness, 1)]
     if config.algorithm.correction.kind == "none":
-        cure.append(Change("algorithm.correction.kind", "none", OFF_POLICY_CORRECTION))
+        cure.append(OptionChange("algorithm.correction.kind", "none", OFF_POLICY_CORRECTION))
     return Signs(began, max(gap.values) / GAP, tuple(evidence), (*cure, slower(recorded, 3)))
 
 
 def engine_gap(recorded: Recorded, ending: Ending) -> Signs | None:
-    found: list[tuple[int, Evidence]] = []
+    breaches: list[tuple[int, Evidence]] = []
     for name in ("engine_gap_use", "canary_use"):
         curve = recorded.curve(name)
         over = [step for step, value in curve.pairs if value > 1]
         if len(over) >= max(2, 0.2 * len(curve.raw)):
-            found.append((over[0], evidence_at(recorded, name, over[0], "1, its limit, in a fifth of the steps")))
-    if not found:
+            breaches.append((over[0], evidence_at(recorded, name, over[0], "1, its limit, in a fifth of the steps")))
+    if not breaches:
         return None
-    began, evidence = min(found, key=lambda each: each[0])
+    began, evidence = min(breaches, key=lambda each: each[0])
     config = recorded.config
-    cure = [Change("algorithm.correction.kind", config.algorithm.correction.kind, OFF_POLICY_CORRECTION)]
+    cure = [OptionChange("algorithm.correction.kind", config.algorithm.correction.kind, OFF_POLICY_CORRECTION)]
     if config.rollout.quantization is not None:
-        cure.insert(0, Change("rollout.quantization", config.rollout.quantization, "null"))
+        cure.insert(0, OptionChange("rollout.quantization", config.rollout.quantization, "null"))
     elif config.rollout.engine != DEFAULT_ENGINE:
-        cure.insert(0, Change("rollout.engine", config.rollout.engine, DEFAULT_ENGINE))
+        cure.insert(0, OptionChange("rollout.engine", config.rollout.engine, DEFAULT_ENGINE))
     return Signs(began, evidence.value, (evidence,), tuple(cure))
 
 
@@ -230,9 +239,9 @@ def large_updates(recorded: Recorded, ending: Ending) -> Signs | None:
     began = next(step for step, value in zip(clipped.steps, clipped.raw, strict=True) if value >= 0.2)
     cure = [slower(recorded, 3)]
     if train.max_epochs > 1:
-        cure.insert(0, Change("train.max_epochs", train.max_epochs, 1))
+        cure.insert(0, OptionChange("train.max_epochs", train.max_epochs, 1))
     if train.batch_size < num_samples:
-        cure.insert(0, Change("train.batch_size", train.batch_size, num_samples))
+        cure.insert(0, OptionChange("train.batch_size", train.batch_size, num_samples))
     evidence = replace(
         evidence_at(recorded, "clipped", began, "a fifth of the tokens, in most steps before the fall"),
         value=clipped.within(began, began)[0],
@@ -248,18 +257,18 @@ _BLOWN_UP = 10.0  # times the first value loss
 def critic(recorded: Recorded, ending: Ending) -> Signs | None:
     if not ending.is_harm:
         return None
-    found = lasting(recorded, "explained_variance", lambda value: value < 0, "below 0, to the end")
-    if found is None:
+    onset = lasting(recorded, "explained_variance", lambda value: value < 0, "below 0, to the end")
+    if onset is None:
         return None
-    began, evidence = found
+    began, evidence = onset
     critic, loss = recorded.config.critic, recorded.curve("value_loss")
     rate = critic.optimizer.learning_rate
     share = rate / recorded.config.actor.optimizer.learning_rate
     signs = Signs(began, 1.0 - evidence.value, (evidence,), ())
     has_blown_up = loss and max(loss.values) > _BLOWN_UP * loss.raw[0] > 0
     if not has_blown_up and share < _FAR_ABOVE:
-        warmup = Change("critic.warmup_steps", critic.warmup_steps, max(10, 2 * critic.warmup_steps))
-        return replace(signs, cure=(warmup, Change("critic.optimizer.learning_rate", rate, 3 * rate)))
+        warmup = OptionChange("critic.warmup_steps", critic.warmup_steps, max(10, 2 * critic.warmup_steps))
+        return replace(signs, cure=(warmup, OptionChange("critic.optimizer.learning_rate", rate, 3 * rate)))
     if has_blown_up:
         top = max(loss.raw)
         step, words = loss.steps[loss.raw.index(top)], f"its peak, above {_BLOWN_UP:g} times the first value"
@@ -267,4 +276,4 @@ def critic(recorded: Recorded, ending: Ending) -> Signs | None:
         signs = replace(signs, evidence=(evidence, blown_up))
     lower = rate * min(0.1, 3 / share)  # three times the actor's, as a critic may have
     detail = f"the critic's learning rate is {share:,.0f} times the actor's" if share >= 1.5 else ""
-    return replace(signs, cure=(Change("critic.optimizer.learning_rate", rate, lower),), detail=detail)
+    return replace(signs, cure=(OptionChange("critic.optimizer.learning_rate", rate, lower),), detail=detail)

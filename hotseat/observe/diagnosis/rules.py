@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotseat.observe.diagnosis import data_rules, policy_rules
-from hotseat.observe.diagnosis.ending import GOALS, Ending, ending_of
-from hotseat.observe.diagnosis.signs import Change, Signs, entropy_metric
+from hotseat.observe.diagnosis.run_ending import GOALS, Ending, ending_of
+from hotseat.observe.diagnosis.signs import OptionChange, Signs, entropy_metric
 from hotseat.observe.recorded import Recorded
 from hotseat.registry.lookup import Table
 
@@ -40,7 +40,7 @@ class Cause:
     follows: str | None = None  # name of the cause that brought it about
 
     @property
-    def cure(self) -> tuple[Change, ...]:
+    def cure(self) -> tuple[OptionChange, ...]:
         """Return the options to change; none for a consequence, which ends with its origin."""
         return () if self.follows else self.signs.cure
 
@@ -220,15 +220,15 @@ def diagnose(recorded: Recorded) -> tuple[Ending, list[Cause]]:
     ending = ending_of(recorded)
     # A consequence may pass its threshold first; where a run stalls, all goes slowly.
     slack = max(1, len(recorded.curve("reward").steps) // (2 if ending.kind == "stalled" else 10))
-    found = {rule.name: signs for rule in RULES.values() if (signs := rule.find(recorded, ending)) is not None}
+    fired = {rule.name: signs for rule in RULES.values() if (signs := rule.find(recorded, ending)) is not None}
     causes = []
-    for name, signs in found.items():
+    for name, signs in fired.items():
         origins = [
             other
-            for other, its in found.items()
+            for other, its in fired.items()
             if name in RULES[other].explains and its.began <= signs.began + slack and not signs.is_setting
         ]
-        causes.append(Cause(RULES[name], signs, min(origins, key=lambda other: found[other].began, default=None)))
+        causes.append(Cause(RULES[name], signs, min(origins, key=lambda other: fired[other].began, default=None)))
     return ending, sorted(causes, key=lambda each: (each.follows is not None, each.signs.began, -each.signs.strength))
 
 

@@ -1,4 +1,4 @@
-"""What a rule finds: figures that show a cause, and options to change."""
+"""Signs of a cause, found by its rule: figures that show it, and options to change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Change:
+class OptionChange:
     """An option to change, and its new value."""
 
     option: str
@@ -49,7 +49,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Advice(Change):
+class OptionAdvice(OptionChange):
     """An option to change whose new value only the user can know: `to` describes it."""
 
 
@@ -64,7 +64,7 @@ class Signs:
     began: int
     strength: float
     evidence: tuple[Evidence, ...]
-    cure: tuple[Change, ...]
+    cure: tuple[OptionChange, ...]
     detail: str = ""
     is_setting: bool = False
 
@@ -94,9 +94,9 @@ def entropy_metric(recorded: Recorded) -> str:
     return "entropy" if recorded.curve("entropy") else "surprise"
 
 
-def slower(recorded: Recorded, factor: float) -> Change:
+def slower(recorded: Recorded, factor: float) -> OptionChange:
     rate = recorded.config.actor.optimizer.learning_rate
-    return Change("actor.optimizer.learning_rate", rate, rate / factor)
+    return OptionChange("actor.optimizer.learning_rate", rate, rate / factor)
 
 
 def scored_apart(recorded: Recorded) -> bool:

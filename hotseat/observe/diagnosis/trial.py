@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hotseat.observe.diagnosis.ending import GOALS, Ending, reward_range
 from hotseat.observe.diagnosis.policy_rules import GAP
 from hotseat.observe.diagnosis.rules import Cause, diagnose, read_by_rules
-from hotseat.observe.recorded import Curve, Recorded
+from hotseat.observe.diagnosis.run_ending import GOALS, Ending, reward_range
+from hotseat.observe.recorded import MetricCurve, Recorded
 from hotseat.registry.metric_names import entry_of
 
 MAX_DRIFT = GAP  # nats per token between the policies of a replay and of the recorded run
@@ -50,8 +50,8 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a trial showed. symptom: whether the rule still fires; None: a replay cannot tell, or no rule fired."""
+class TrialOutcome:
+    """Result of a trial. symptom: whether the rule still fires; None: a replay cannot tell, or no rule fired."""
 
     goal: Figure | None
     figures: tuple[Figure, ...]
@@ -112,7 +112,9 @@ def window_of(
     )
 
 
-def outcome_of(recorded: Recorded, tried: Recorded, window: Window, cause: Cause | None, *, is_replay: bool) -> Outcome:
+def outcome_of(
+    recorded: Recorded, tried: Recorded, window: Window, cause: Cause | None, *, is_replay: bool
+) -> TrialOutcome:
     """Compare the steps of a window in the recorded run and with the cure."""
     control, tried = recorded.until(window.end), tried.until(window.end)
     names = [name for name in read_by_rules(control) if not (is_replay and is_of_samples(name))]
@@ -131,7 +133,7 @@ def outcome_of(recorded: Recorded, tried: Recorded, window: Window, cause: Cause
         has_helped = goal is not None and _is_better(goal, control, window.ending)
     else:
         has_helped = symptom == "gone"
-    return Outcome(goal, figures, has_helped, symptom, new)
+    return TrialOutcome(goal, figures, has_helped, symptom, new)
 
 
 def is_of_samples(name: str) -> bool:
@@ -155,7 +157,7 @@ def _figure(name: str, control: Recorded, tried: Recorded, window: Window) -> Fi
     return Figure(name, before[-1] if before else None, values[0], values[1])
 
 
-def _late(curve: Curve, window: Window, is_held_out: bool) -> float | None:
+def _late(curve: MetricCurve, window: Window, is_held_out: bool) -> float | None:
     """Return the median of a window's last steps, and of evaluations, which are fewer and less noisy, the last one."""
     values = curve.within(window.start + 1, window.end)
     return statistics.median(values[-1:] if is_held_out else values[-_NUM_LATE:]) if values else None

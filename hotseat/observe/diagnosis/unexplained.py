@@ -1,12 +1,12 @@
-"""What to say of a run that failed and that no rule explains: what was looked at, and where to look next."""
+"""Failed runs that no rule explains: metrics that were looked at, and places to look next."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotseat.observe.diagnosis.ending import MIN_STEPS, Ending
 from hotseat.observe.diagnosis.rules import Cause, read_by_rules
-from hotseat.observe.diagnosis.signs import Change, slower
+from hotseat.observe.diagnosis.run_ending import MIN_STEPS, Ending
+from hotseat.observe.diagnosis.signs import OptionChange, slower
 from hotseat.observe.recorded import Recorded
 
 
@@ -17,7 +17,7 @@ class Unexplained:
     looked_at: tuple[str, ...]
     not_recorded: tuple[str, ...]
     step: int
-    trials: tuple[Change, ...]
+    trials: tuple[OptionChange, ...]
 
 
 def unexplained(recorded: Recorded, ending: Ending, causes: list[Cause]) -> Unexplained | None:
@@ -30,9 +30,9 @@ def unexplained(recorded: Recorded, ending: Ending, causes: list[Cause]) -> Unex
     if ending.kind != "fell":
         trials.append(slower(recorded, 1 / 3))
     if config.algorithm.kl.coef:
-        trials.insert(0, Change("algorithm.kl.coef", config.algorithm.kl.coef, 0))
+        trials.insert(0, OptionChange("algorithm.kl.coef", config.algorithm.kl.coef, 0))
     if config.overlap.staleness:
-        trials.append(Change("overlap.staleness", config.overlap.staleness, 0))
+        trials.append(OptionChange("overlap.staleness", config.overlap.staleness, 0))
     return Unexplained(
         tuple(name for name in read if recorded.curve(name)),
         tuple(name for name in read if not recorded.curve(name) and name != "surprise"),

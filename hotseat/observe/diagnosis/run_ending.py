@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hotseat.observe.recorded import Curve, Recorded
+from hotseat.observe.recorded import MetricCurve, Recorded
 
 GOALS = ("eval/accuracy", "eval/success", "eval/reward", "reward")  # what a run is for, the most telling first
 MIN_STEPS = 8  # of a reward that is judged not to have risen
@@ -102,7 +102,7 @@ def _stalls_from(recorded: Recorded) -> int | None:
     )
 
 
-def fall_of(name: str, curve: Curve, recorded: Recorded) -> Ending | None:
+def fall_of(name: str, curve: MetricCurve, recorded: Recorded) -> Ending | None:
     """Return the fall of a goal from its peak, to its end or for a fifth of the run; None where it is noise."""
     if len(curve.raw) < 2:
         return None
@@ -138,7 +138,7 @@ def reward_range(recorded: Recorded) -> tuple[float, float]:
     return min(values), max(values)
 
 
-def rises(curve: Curve, least: float) -> bool:
+def rises(curve: MetricCurve, least: float) -> bool:
     return bool(curve) and curve.last - curve.first > max(least, curve.noise)
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from hotseat.errors import DeadlineError, PlacementError, UserError, WorkerError
-from hotseat.rlinf import Channel, NodePlacementStrategy, Worker, broker, routing
+from hotseat.rlinf import Channel, NodePlacementStrategy, Worker, broker, rank_rows
 from hotseat.rlinf.broker import Broker
 from hotseat.rlinf.queues import QueueDirectory
-from hotseat.rlinf.routing import RankRows, merge, num_rows, parts_to_receive, parts_to_send, split
+from hotseat.rlinf.rank_rows import RankRows, merge, num_rows, parts_to_receive, parts_to_send, split
 
 
 class Member(Worker):
@@ -179,7 +179,7 @@ def test_a_part_of_another_size_is_named(cluster):
 
 
 def test_a_group_that_nobody_launches_is_named_at_the_deadline(cluster, monkeypatch):
-    monkeypatch.setattr(routing, "_LOOK_UP_S", 0.1)  # much less than the deadline of the call
+    monkeypatch.setattr(rank_rows, "_LOOK_UP_S", 0.1)  # much less than the deadline of the call
     alone = launched(cluster, "alone", 1)
     with pytest.raises(WorkerError, match="there is no group 'nobody' to exchange batches with"):
         alone.give_rows("nobody", Channel.create("none"), [1]).wait()
@@ -219,45 +219,45 @@ def directory(tmp_path):
 @pytest.mark.parametrize("is_before", [True, False], ids=["before the answer", "after the answer"])
 def test_the_end_of_a_process_that_looks_something_up_concerns_nobody(directory, is_before):
     Channel.create_in(directory, "known", maxsize=3)
-    routing.record_size(directory, "group", 2)
+    rank_rows.record_size(directory, "group", 2)
     for look_up in (
         lambda: Channel.connect_in(directory, "known"),
         lambda: Channel.create_in(directory, "known"),
-        lambda: routing.group_size(directory, "group"),
+        lambda: rank_rows.group_size(directory, "group"),
     ):
         killed_at_its_answer(2, is_before, look_up)  # the first is to its greeting
         assert Channel.connect_in(directory, "known").maxsize() == 3
-        assert routing.group_size(directory, "group") == 2
+        assert rank_rows.group_size(directory, "group") == 2
 
 
 def test_the_end_of_a_process_that_waits_for_what_is_not_there_concerns_nobody(directory):
     killed_at_its_answer(2, True, lambda: Channel.connect_in(directory, "later"))
-    killed_at_its_answer(2, True, lambda: routing.group_size(directory, "later"))
+    killed_at_its_answer(2, True, lambda: rank_rows.group_size(directory, "later"))
     killed_at_its_answer(2, False, lambda: Channel.create_in(directory, "later", maxsize=3))
-    routing.record_size(directory, "later", 2)
+    rank_rows.record_size(directory, "later", 2)
     assert Channel.connect_in(directory, "later").maxsize() == 3
-    assert routing.group_size(directory, "later") == 2
+    assert rank_rows.group_size(directory, "later") == 2
 
 
 def test_a_group_that_is_launched_again_has_its_new_size(directory):
-    routing.record_size(directory, "group", 2)
-    routing.record_size(directory, "group", 1)
-    assert [routing.group_size(directory, "group") for _ in range(2)] == [1, 1]
+    rank_rows.record_size(directory, "group", 2)
+    rank_rows.record_size(directory, "group", 1)
+    assert [rank_rows.group_size(directory, "group") for _ in range(2)] == [1, 1]
 
 
 def test_what_is_looked_up_before_it_is_there_is_waited_for(directory):
     for where in (directory, QueueDirectory(None, 60.0)):
         with ThreadPoolExecutor(2) as threads:
-            looking = [threads.submit(routing.group_size, where, "group") for _ in range(2)]
-            routing.record_size(where, "group", 5)
+            looking = [threads.submit(rank_rows.group_size, where, "group") for _ in range(2)]
+            rank_rows.record_size(where, "group", 5)
             assert [each.result(60) for each in looking] == [5, 5]
 
 
 def test_what_nobody_records_is_named_at_the_deadline(directory, monkeypatch):
-    monkeypatch.setattr(routing, "_LOOK_UP_S", 0.1)
+    monkeypatch.setattr(rank_rows, "_LOOK_UP_S", 0.1)
     monkeypatch.setattr("hotseat.rlinf.channel._CONNECT_S", 0.1)
     for where in (directory, QueueDirectory(None, 60.0)):
-        for find in (routing.group_size, Channel.connect_in):
+        for find in (rank_rows.group_size, Channel.connect_in):
             with pytest.raises(PlacementError, match="there is no (group|channel) 'later'"):
                 find(where, "later")
         with pytest.raises(DeadlineError, match=r"waited 0\.1 s for 'later', which nobody has recorded"):
