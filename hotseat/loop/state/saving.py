@@ -18,7 +18,7 @@ from hotseat.config.hiding import has_secrets
 from hotseat.errors import CheckpointError, HotseatError, StoreError, UserError
 from hotseat.loop.state.background_save import BackgroundSave
 from hotseat.loop.state.checkpoints import Checkpoint, CheckpointStore, digest_of_checkpoint, shown_bytes
-from hotseat.loop.state.memory_snapshots import memory_snapshots
+from hotseat.loop.state.memory_snapshots import forget_snapshots, memory_snapshots
 from hotseat.loop.state.remote_checkpoints import RemoteCheckpoints
 from hotseat.loop.state.remote_copies import RemoteCopies
 from hotseat.loop.state.run_dir import sole_owner, write_config
@@ -129,7 +129,9 @@ class Saver:
         show: called with how far a download is.
         """
         section = self._config.checkpoint
-        if section.memory_every is not None:
+        if section.memory_every is None:
+            forget_snapshots(self._run_dir)  # this run goes on without them, so that they are of a past that was left
+        else:
             self._memory = stack.enter_context(
                 memory_snapshots(
                     Path(section.memory_path),
@@ -214,6 +216,11 @@ class Saver:
         steps = self._store.steps() if self._config.checkpoint.save_state else []
         return steps[-1] if steps else None
 
+    def resumable_step(self) -> int | None:
+        """Return the step after which a resumed run would continue, by a memory snapshot, too; None: at the first."""
+        in_memory = self._memory.steps() if self._memory is not None and self._needs_memory else []
+        return max([*in_memory, *filter(None, [self.last_step()])], default=None)
+
     def path(self, step: int) -> Path:
         """Return the path of the checkpoint of a step."""
         return self._store.path(step)
@@ -285,7 +292,7 @@ class Saver:
         """Describe which steps are lost if the run is interrupted now, and how to resume it."""
         if self.phase == "exported":
             return "nothing is lost: the run is finished, and its model is exported"
-        saved = self.last_step()
+        saved = self.resumable_step()
         made = self._last_made or saved or 0
         if saved is None and not made:
             return "it made no step: start it again with the same command"
@@ -357,6 +364,8 @@ class Saver:
         every = self._config.checkpoint.memory_every
         if self._memory is None or every is None or step % every != 0:
             return
+        if self._background_save is not None and not self._is_saving_in_memory:
+            return  # the run does not wait for the disk, whose error is not one of the snapshot
         self._memory.warn = lambda text: journal.say(text, kind="warning")
         journal.phase("save")
         started_s = self._clock()
