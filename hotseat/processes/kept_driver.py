@@ -88,8 +88,8 @@ def tell(**facts: Any) -> None:
 Prepare = Callable[[Mapping[str, Any]], Callable[[], object]]
 
 
-def _nothing() -> None:
-    pass
+def _nothing() -> object:
+    return None
 
 
 class DriverKeeper:
