@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotseat.interrupts import STOPPED
 from hotseat.processes.child import die_with
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
@@ -178,7 +177,7 @@ class DriverKeeper:
         except KeyboardInterrupt:
             if line:
                 raise  # as in a driver
-            code = STOPPED
+            code = 128 + signal.SIGINT
         finally:
             if not line:
                 try:
