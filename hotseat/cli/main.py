@@ -340,7 +340,8 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     folder = Path(config.checkpoint.folder or path / "checkpoints")
     is_elsewhere = config.checkpoint.url is not None  # where the run itself looks
-    in_memory = folder_of(path, Path(config.checkpoint.memory_path))
+    uses_memory = config.checkpoint.memory_every is not None
+    in_memory = folder_of(path, Path(config.checkpoint.memory_path)) if uses_memory else None
     steps = [step for each in (folder, in_memory) if each is not None for step in CheckpointStore(each).steps()]
     if not (is_elsewhere or steps or kept_driver.restarts):
         model = Path(config.checkpoint.export_path or path / "model")

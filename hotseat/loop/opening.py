@@ -378,7 +378,7 @@ def _advice(saver: Saver, command: str) -> Iterator[None]:
         interrupt.add_note(saver.ending(command))
         raise
     except RunError as error:
-        step = saver.last_step()
+        step = saver.resumable_step()
         if step is not None and not isinstance(error, CheckpointError):
             error.add_note(f"resume after step {step}: {command}")
         raise

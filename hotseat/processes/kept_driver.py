@@ -28,6 +28,7 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 _MAX_TEXT = 800  # of a fact: a line must fit into what a pipe takes at once
 _LOOK_EVERY_S = 1.0
 _STANDBY_END_S = 5.0
+_UNPREPARED = 70  # exit code of a standby that is no driver: EX_SOFTWARE of sysexits.h
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -86,6 +87,10 @@ def tell(**facts: Any) -> None:
 Prepare = Callable[[Mapping[str, Any]], Callable[[], object]]
 
 
+def _nothing() -> object:
+    return None
+
+
 class DriverKeeper:
     """Starts drivers one after another, in the main thread of a process that does nothing else.
 
@@ -93,7 +98,7 @@ class DriverKeeper:
     stopped_by: the last signal that asked the command to end. arguments: those of the driver, in a driver.
     """
 
-    def __init__(self, prepare: Prepare = lambda facts: lambda: None) -> None:
+    def __init__(self, prepare: Prepare = lambda facts: _nothing) -> None:
         self.stopped_by: signal.Signals | None = None
         self.arguments: list[str] = []
         self._prepare = prepare
@@ -113,7 +118,8 @@ class DriverKeeper:
 
     def run(self, made: Sequence[Restart] = (), arguments: Sequence[str] = ()) -> DriverEnd | None:
         """Start a driver, and wait for its end. Returns None in the driver. made: the restarts before."""
-        driver = self._started_standby(made, arguments) or self._fork()
+        standby = self._started_standby(made, arguments)
+        driver = standby or self._fork()
         if driver is None:
             self._become_driver(made, arguments)
             return None
@@ -124,6 +130,8 @@ class DriverKeeper:
             if self._standby is None:
                 return None
         facts, self._facts, self._unread = self._facts, {}, b""
+        if standby is not None and code == _UNPREPARED and not facts and self.stopped_by is None:
+            return self.run(made, arguments)  # it could not be prepared, and the next one is made without it
         return DriverEnd(code, facts)
 
     def close(self) -> None:
@@ -161,16 +169,21 @@ class DriverKeeper:
 
     def _stand_by(self, start: int, facts: Mapping[str, Any]) -> None:
         """Prepare this process, and return once it is to be the driver. Otherwise it ends with its parent."""
-        line = ""
+        line, code, discard = "", _UNPREPARED, _nothing
         try:
             discard = self._prepare(facts)
             with os.fdopen(start) as lines:
                 line = lines.readline()
-            if not line:
-                discard()
+        except KeyboardInterrupt:
+            if line:
+                raise  # as in a driver
+            code = 128 + signal.SIGINT
         finally:
             if not line:
-                os._exit(0)  # the next driver is made without it
+                try:
+                    discard()
+                finally:
+                    os._exit(code)
         order = json.loads(line)
         self._become_driver([Restart(*each) for each in order["made"]], order["arguments"])
 

@@ -402,13 +402,16 @@ def _supervise(pid: int, task: Remains) -> None:
 def _clean_up_if_nobody_continues(task: Remains) -> None:
     file, content, seconds = task.get("kept", ("", "", 0.0))
     until_s = time.monotonic() + seconds
-    while time.monotonic() < until_s:
+    while file:
         try:
             if Path(file).read_text() != content:
                 return
         except OSError:
             return  # another process has removed it
-        time.sleep(1.0)
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            break
+        time.sleep(min(1.0, left_s))
     clean_up(task)
 
 

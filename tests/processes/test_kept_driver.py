@@ -243,11 +243,20 @@ def say(*words):
 def prepare(facts):
     say("prepares", os.getpid(), facts["run"])
     if facts["run"] == sys.argv[1]:
+        if sys.argv[2] == "late":
+            os.read(ordered, 1)
         raise MemoryError
     say("prepared")
     return lambda: say("discarded", os.getpid())
 
-keeper = DriverKeeper(prepare)
+class Keeper(DriverKeeper):
+    def _started_standby(self, *order):
+        standby = super()._started_standby(*order)
+        os.write(order_end, b"x" if standby else b"")
+        return standby
+
+ordered, order_end = os.pipe()
+keeper = Keeper(prepare)
 say("parent", os.getpid())
 for made in ([], [Restart(1.5, "it died")]):
     end = keeper.run(made, ["a", str(len(made))])
@@ -262,9 +271,11 @@ say("closed")
 """
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
-def test_a_standby_is_the_next_driver_unless_it_has_died(is_broken):
-    command = [sys.executable, "-c", STANDBY, "0" if is_broken else "none"]
+@pytest.mark.parametrize("breaks", [None, "early", "late"])
+def test_a_standby_is_the_next_driver_unless_it_has_died(breaks):
+    """late: it fails once the driver has died already, and it was told to be the next one."""
+    is_broken = breaks is not None
+    command = [sys.executable, "-c", STANDBY, "0" if is_broken else "none", breaks or ""]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -279,9 +290,9 @@ def test_a_standby_is_the_next_driver_unless_it_has_died(is_broken):
     assert first[2:] == ["a", "0", "0"]
     standby = until("prepares")
     assert standby[2] == "0"
-    if is_broken:
+    if breaks == "early":
         assert wait_for(lambda: process_state(int(standby[1])) == "gone", 60)
-    else:
+    elif breaks is None:
         until("prepared")
     process.stdin.write("\n")
     process.stdin.flush()
@@ -299,3 +310,34 @@ def test_a_standby_is_the_next_driver_unless_it_has_died(is_broken):
     assert ends == [["-9", "0"], ["-9", "1"]]
     assert ["discarded", spare[1]] in lines
     assert process_state(int(spare[1])) == "gone"
+
+
+INTERRUPTED = """
+import os, signal, sys
+from hotseat.processes.kept_driver import DriverKeeper, tell
+
+def prepare(facts):
+    os.write(begun_end, b"x")
+    os.read(ordered, 1)
+    raise KeyboardInterrupt
+
+class Keeper(DriverKeeper):
+    def _started_standby(self, *order):
+        standby = super()._started_standby(*order)
+        os.write(order_end, b"x" if standby else b"")
+        return standby
+
+begun, begun_end = os.pipe()
+ordered, order_end = os.pipe()
+keeper = Keeper(prepare)
+if keeper.run() is None:
+    tell(standby=True)
+    os.read(begun, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+print("ended", keeper.run().code)
+"""
+
+
+def test_a_standby_that_is_interrupted_before_it_begins_is_a_command_that_was_stopped():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "ended 130\n", done.stderr

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from loop_cases import rl_yaml, same, weights
 
 from hotseat.cli.main import main
 from hotseat.config import loads
-from hotseat.errors import CheckpointError
+from hotseat.errors import CheckpointError, UserError
 from hotseat.loop.run import start
 from hotseat.loop.state.fork import fork, forked
 from hotseat.observe import read_lines
@@ -78,8 +79,12 @@ def test_a_window_that_is_not_there_is_refused(task, capsys):
     (run / "checkpoints" / "step-000004" / "link").symlink_to("nowhere")
     assert main(["replay", str(run), "--from-step", "4"]) != 0
     assert "run-replay-1/checkpoints/step-000004 is damaged" in capsys.readouterr().err
-    config = forked(run, "replay", 6, ()).model_copy(update={"name": "no/folder"})
-    with pytest.raises(CheckpointError, match="no/folder could not be made from .*step-000006"), fork(run, 6, config):
+    config = forked(run, "replay", 6, ())
+    nowhere = config.model_copy(update={"name": "no/folder"})
+    with pytest.raises(UserError, match="no/folder could not be made: No such file"), fork(run, 6, nowhere):
+        raise AssertionError("it was made")
+    shutil.rmtree(run / "checkpoints" / "step-000006")
+    with pytest.raises(CheckpointError, match="could not be made from .*step-000006"), fork(run, 6, config):
         raise AssertionError("it was made")
     assert not list((task / "runs").glob("run-replay-*"))
 

@@ -101,6 +101,7 @@ class ForkServer:
 
     def __init__(self, address: str, for_workers: Sequence[str]):
         """Listen for requests. for_workers: modules to load in the environment of the first worker."""
+        self._address = address
         self._for_workers = for_workers
         self._first_env: dict[str, str] | None = None
         self._listener = socket.socket(socket.AF_UNIX)
@@ -117,6 +118,7 @@ class ForkServer:
             ready, _, _ = select.select([0, listener, *self._forks, *askers], [], [])
             if 0 in ready and not os.read(0, 1):
                 self._end_forks()
+                self._remove_address()
                 sys.exit()
             for handle in list(self._forks):
                 self._watch(handle, ready)
@@ -126,6 +128,12 @@ class ForkServer:
                     request.refuse()
                 elif self._fork(request):
                     return request
+
+    def _remove_address(self) -> None:
+        """Remove the socket, and its folder if no other template has one there: the driver was killed."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._address)
+            os.rmdir(os.path.dirname(self._address))
 
     def _end_forks(self) -> None:
         for handle in self._forks:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +88,27 @@ def fork(run_dir: Path, step: int, config: Config) -> Iterator[None]:
     """
     path = directory_of(config)
     try:
+        path.mkdir()
+    except OSError as error:
+        raise UserError(
+            f"{path} could not be made: {error.strerror}; if another command has just begun a run there, give this one"
+            " again"
+        ) from None
+    try:
         if step > 0:
             _begin(run_dir, step, path)
         yield
     except (UserError, CheckpointError):
         shutil.rmtree(path, ignore_errors=True)
         raise
+    finally:
+        with suppress(OSError):
+            path.rmdir()  # nothing was written
 
 
 def _begin(run_dir: Path, step: int, path: Path) -> None:
     source, target = _store(run_dir, config_of(run_dir)).path(step), CheckpointStore(path / "checkpoints").path(step)
     try:
-        path.mkdir()
         for name in _RECORDS:
             if (run_dir / name).is_file():
                 shutil.copyfile(run_dir / name, path / name)

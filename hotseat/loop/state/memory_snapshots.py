@@ -2,6 +2,7 @@
 
     MEMORY_PATH/hotseat-memory-XXXXXXXX/    for this user alone; the run's directory names it (`.memory`)
       .lock                                 held by the driver
+      .run                                  the run's directory: those of a copied run are not the copy's
       step-000012/                          as on disk; one is kept
 
 The folder outlives a driver that dies, for the one that is started again. It is removed when the run ends well or is
@@ -30,6 +31,7 @@ from hotseat.processes import supervisor
 
 POINTER = ".memory"  # in a run's directory: the path of its snapshots
 KEPT_S = 3600.0  # after the death of a driver
+_RUN = ".run"
 _PREFIX = "hotseat-memory-"
 _VARIABLE = "HOTSEAT_MEMORY"  # which no process has: their supervisor ends none
 
@@ -49,7 +51,9 @@ class MemorySnapshots:
 
     def open(self, section: CheckpointConfig, stack: ExitStack) -> None:
         """Make the folder of snapshots, or take the one that a resumed run left, until the stack is closed."""
-        if section.memory_every is not None:
+        if section.memory_every is None:
+            forget_snapshots(self._run_dir)  # this run goes on without them, so that they are of a past that was left
+        else:
             place = Path(section.memory_path)
             self._store = stack.enter_context(
                 memory_snapshots(place, self._run_dir, is_resumed=section.resume, is_needed=lambda: self.is_needed)
@@ -58,6 +62,10 @@ class MemorySnapshots:
     def store_if_due(self, step: int, every: int | None) -> CheckpointStore | None:
         """Return where a snapshot after this step is saved; None: none is due."""
         return None if every is None or step % every != 0 else self._store
+
+    def steps(self) -> list[int]:
+        """Return the steps from whose snapshots a resumed run would continue, should this one fail now."""
+        return self._store.steps() if self._store is not None and self.is_needed else []
 
     def newer_than(self, step: int, say: Callable[[str], object]) -> Checkpoint | None:
         """Return the snapshot, if it is of a later step. One that is damaged is deleted: the one on disk counts."""
@@ -93,8 +101,9 @@ def memory_snapshots(
 
     is_needed: asked at the end of the block, tells whether they stay.
     """
-    _remove_abandoned(place)
+    place = place.absolute()  # the supervisor has another working directory
     folder = folder_of(run_dir, place) if is_resumed else None
+    _remove_abandoned(place, but=folder)
     if folder is None:
         try:
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
@@ -103,6 +112,7 @@ def memory_snapshots(
                 f"checkpoint.memory_path: {place} cannot be written: {error.strerror}; set it to a folder on a tmpfs"
             ) from None
     with sole_owner(folder):
+        write_whole(folder / _RUN, f"{run_dir.resolve()}\n")
         write_whole(run_dir / POINTER, f"{folder}\n")
         taken = folder / LOCK
         guard = supervisor.start_supervisor(
@@ -129,9 +139,15 @@ def folder_of(run_dir: Path, place: Path) -> Path | None:
     try:
         with opened(run_dir / POINTER) as file:
             folder = Path(file.read().strip())
+        is_of_run = _is_ours(folder) and (folder / _RUN).read_text() == f"{run_dir.resolve()}\n"
     except (OSError, ValueError):
         return None
-    return folder if folder.parent == place and _is_ours(folder) else None
+    return folder if is_of_run and folder.parent == place.absolute() else None
+
+
+def forget_snapshots(run_dir: Path) -> None:
+    """Have no later driver of a run use its memory snapshots. Their supervisor removes them."""
+    (run_dir / POINTER).unlink(missing_ok=True)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -143,9 +159,9 @@ def _is_ours(folder: Path) -> bool:
     return folder.name.startswith(_PREFIX) and stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
 
 
-def _remove_abandoned(place: Path) -> None:
+def _remove_abandoned(place: Path, but: Path | None) -> None:
     for folder in place.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another run removes it
             is_old = time.time() - folder.lstat().st_mtime > KEPT_S
-            if is_old and _is_ours(folder) and owner_of(folder) is None:
+            if is_old and folder != but and _is_ours(folder) and owner_of(folder) is None:
                 supervisor.remove_folder(folder)

@@ -187,6 +187,10 @@ class Saver:
         steps = self._store.steps() if self._config.checkpoint.save_state else []
         return steps[-1] if steps else None
 
+    def resumable_step(self) -> int | None:
+        """Return the step after which a resumed run would continue, by a memory snapshot, too; None: at the first."""
+        return max([*self._memory.steps(), *filter(None, [self.last_step()])], default=None)
+
     def path(self, step: int) -> Path:
         """Return the path of the checkpoint of a step."""
         return self._store.path(step)
@@ -239,7 +243,7 @@ class Saver:
         """Describe which steps are lost if the run is interrupted now, and how to resume it."""
         if self.phase == "exported":
             return "nothing is lost: the run is finished, and its model is exported"
-        saved = self.last_step()
+        saved = self.resumable_step()
         made = self._last_made or saved or 0
         if saved is None and not made:
             return "it made no step: start it again with the same command"
@@ -308,6 +312,8 @@ class Saver:
         store = self._memory.store_if_due(step, self._config.checkpoint.memory_every)
         if store is None:
             return
+        if self._background_save is not None and not self._memory.is_saving:
+            return  # the run does not wait for the disk, whose error is not one of the snapshot
         store.warn = lambda text: journal.say(text, kind="warning")
         journal.phase("save")
         started_s = self._clock()

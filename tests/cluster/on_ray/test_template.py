@@ -227,6 +227,19 @@ def test_one_that_was_started_ahead_is_used_if_it_loads_the_same():
         assert template.pids != ahead
 
 
+@pytest.mark.skipif(not template_module.can_fork(), reason="processes cannot be forked here")
+def test_one_whose_driver_was_killed_removes_its_folder():
+    template = Template(["json"], thread_env(1))
+    folder = Path(template._directory)
+    try:
+        for process in template._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        wait_until(lambda: not folder.exists())
+    finally:
+        template.close()
+
+
 def test_variables_that_ray_and_we_set_for_each_process_may_differ():
     ours = {"HOME": "/home", "RAY_NODE_ID": "1", "OMP_NUM_THREADS": "2", "HF_HOME": "/a"}
     assert (

@@ -1,16 +1,18 @@
 """Memory snapshots are there for the next driver, and for nobody and nothing else; one that fails costs no run."""
 
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from waiting import wait_until
 
 from hotseat.config import loads
-from hotseat.errors import UserError
+from hotseat.errors import CheckpointError, UserError
 from hotseat.loop.state import memory_snapshots as module
 from hotseat.loop.state.checkpoints import CheckpointStore
 from hotseat.loop.state.memory_snapshots import POINTER, folder_of, memory_snapshots
@@ -105,6 +107,16 @@ def test_one_snapshot_is_kept_and_the_newest_of_memory_and_disk_counts(run, plac
     assert not (run / POINTER).exists()
 
 
+def test_how_a_run_can_be_resumed_takes_account_of_its_snapshot(run, place):
+    with ExitStack() as stack:
+        saver = saver_of(run, place)
+        saver.find(stack, str)
+        saver.after_step(1, source(), {}, Said())
+        assert saver.ending("again").endswith("the last checkpoint is of step 1. Resume with: again")
+        saver.finish(str)  # which the snapshot does not outlive
+        assert saver.resumable_step() is None
+
+
 @pytest.mark.parametrize("num_steps", [3, 6])
 def test_a_damaged_snapshot_is_named_and_deleted_and_the_disk_counts(run, place, num_steps):
     die_after(run, place, num_steps)
@@ -131,6 +143,37 @@ def test_a_run_that_was_resumed_elsewhere_or_begins_anew_does_not_see_an_older_s
     assert found(run, place)[0] == 4
     die[0].rename(place / die[0].name)
     assert found(run, place)[0] == 4
+
+
+def test_a_snapshot_is_not_used_once_the_run_went_on_without_snapshots(run, place):
+    die_after(run, place, 6)
+    with ExitStack() as stack:
+        checkpoint = Saver(loads("", ["checkpoint.every=4", "checkpoint.resume=true"]), run).find(stack, str)
+        assert checkpoint is not None
+        assert checkpoint.step == 4
+    assert found(run, place)[0] == 4
+
+
+def test_a_copy_of_a_run_does_not_use_the_snapshots_of_the_run(run, place, tmp_path):
+    die_after(run, place, 6)
+    shutil.copytree(run, tmp_path / "copy")
+    assert found(tmp_path / "copy", place)[0] == 4
+    assert found(run, place)[0] == 6
+
+
+def test_the_run_that_made_a_snapshot_uses_it_however_long_ago_that_was(run, place):
+    die_after(run, place, 6)
+    [folder] = place.iterdir()
+    os.utime(folder, (0, 0))
+    assert found(run, place)[0] == 6
+
+
+def test_a_path_from_the_working_directory_is_known_elsewhere(run, place, monkeypatch):
+    monkeypatch.chdir(place.parent)
+    die_after(run, Path(place.name), 6)
+    assert Path((run / POINTER).read_text().strip()).parent == place
+    assert folder_of(run, Path(place.name)) == folder_of(run, place) is not None
+    assert found(run, Path(place.name))[0] == 6
 
 
 def test_a_folder_that_another_user_could_have_made_is_no_snapshot(run, place, tmp_path):
@@ -179,6 +222,30 @@ def test_one_that_fails_in_the_background_does_not_end_the_run_either(run, place
     assert len(said.texts) == 1
 
 
+def test_a_checkpoint_on_disk_that_fails_while_a_snapshot_is_due_ends_the_run(run, place):
+    """The run does not wait for the disk to make a snapshot, and the error is not taken for one of the snapshot."""
+
+    def snapshot(path: Path):
+        calls = iter(range(20))
+
+        def is_written() -> bool:
+            if next(calls) < 9:  # over a second
+                return False
+            raise OSError(28, "No space left on device")
+
+        return is_written
+
+    said, failing = Said(), CheckpointSource(lambda: 64, write, lambda path: None, dict, snapshot=snapshot)
+    with ExitStack() as stack:
+        saver = saver_of(run, place, "checkpoint.background=true")
+        saver.find(stack, str)
+        saver.after_step(4, failing, {}, said)
+        saver.save_if_due(5, source(), {}, said, False)
+        with pytest.raises(CheckpointError, match=r"no room for the checkpoint of step 4 in .*/run/checkpoints"):
+            saver.wait()
+    assert said.texts == []
+
+
 def test_a_place_that_cannot_be_written_is_named(run, place):
     with pytest.raises(UserError, match=r"checkpoint.memory_path: .*/none cannot be written: No such file"):
         saver_of(run, place / "none").find(ExitStack(), str)
@@ -212,6 +279,23 @@ def test_after_a_kill_it_stays_for_the_next_driver_and_not_for_ever(run, place, 
     with memory_snapshots(place, run, is_resumed=True, is_needed=lambda: False) as store:
         assert store.steps() == [1]
     assert not folder.exists()
+
+
+def test_one_that_is_taken_over_in_the_last_moment_is_not_removed(tmp_path, monkeypatch):
+    (tmp_path / ".lock").write_text("process 1")
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] >= 60:
+            (tmp_path / ".lock").write_text("process 2")
+
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    lock = str(tmp_path / ".lock")
+    supervisor._clean_up_if_nobody_continues(
+        {"mark": ("HOTSEAT_MEMORY", "none"), "folders": [str(tmp_path)], "kept": (lock, "process 1", 60.0)}
+    )
+    assert (tmp_path / ".lock").exists()
 
 
 def children_of(pid: int) -> list[int]:
