@@ -33,10 +33,13 @@ class Piece:
     shape: tuple[int, ...]  # of the whole weight
     is_counted: bool  # False: another rank holds the same, and counts it
     is_taken_here: bool = False  # `take` loads it, since vLLM's loader has another name for it, or other pieces
+    zeros: Tensor | None = None  # live values that have to be 0 here, since another rank has those of the weight
 
     def take(self, whole: Tensor) -> None:
         """Copy this piece out of a new weight."""
         self.live.copy_(self.window(whole))
+        if self.zeros is not None:
+            self.zeros.zero_()
 
     def as_sent(self, dtype: torch.dtype | None) -> Tensor:
         """Return the live values in the dtype in which they came, if vLLM holds the same ones in a wider one."""
@@ -274,8 +277,9 @@ def _of_experts(experts: Any, prefix: str, rank: int) -> Iterator[Piece]:
             yield piece("down_proj", of_down, (expert, part * width, 0), (num_experts, total, hidden))
         bias = experts.w13_bias.detach()
         yield piece("gate_up_proj_bias", bias, (0, part * 2 * width), (num_experts, 2 * total))
-        first = 0 if part == 0 else num_experts
-        yield piece("down_proj_bias", experts.w2_bias.detach()[first:], (first, 0), (num_experts, hidden))
+        first, bias = 0 if part == 0 else num_experts, experts.w2_bias.detach()
+        of_bias = piece("down_proj_bias", bias[first:], (first, 0), (num_experts, hidden))
+        yield of_bias if part == 0 else replace(of_bias, zeros=bias)
         return
     whole = (num_experts, 2 * total, hidden)
     if size == 1:

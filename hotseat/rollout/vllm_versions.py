@@ -366,9 +366,13 @@ def _engine_args(
 
 def prefix_problem(model_config: Any, is_cpu: bool) -> str | None:
     """Tell why vLLM cannot cache the prefixes of a model of this config; None if it can."""
-    if not (is_cpu and vllm_delta_rule.is_qwen3_5(model_config)):
-        return None
-    return "on a CPU vLLM keeps no states of linear attention for prefixes, since prompts are not cut there: unset it"
+    if is_cpu and is_latent(model_config):
+        return "on a CPU vLLM caches no prefixes of latent attention: unset it"
+    if is_cpu and vllm_delta_rule.is_qwen3_5(model_config):
+        return (
+            "on a CPU vLLM keeps no states of linear attention for prefixes, since prompts are not cut there: unset it"
+        )
+    return None
 
 
 def _nf4() -> str:

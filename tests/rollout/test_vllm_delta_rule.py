@@ -12,7 +12,7 @@ import delta_nets
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3_5Config
+from transformers import DeepseekV3Config, Qwen3_5Config
 
 from hotseat.algorithms.digest import tensor_digest
 from hotseat.checks.model_configs import _check_prefixes
@@ -135,11 +135,14 @@ def test_a_weight_in_a_wider_dtype_is_digested_as_it_came_unless_it_holds_someth
     assert tensor_digest(piece.live) != tensor_digest(sent)
 
 
-def test_prefixes_are_refused_where_vllm_cannot_keep_states_for_them() -> None:
+def test_prefixes_are_refused_where_vllm_keeps_nothing_of_them() -> None:
     config = delta_nets.tiny().config
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="rollout.prefix_caching is true: on a CPU vLLM keeps no states"):
             _check_prefixes("vllm", config)
+        with pytest.raises(UnsupportedError, match="true: on a CPU vLLM caches no prefixes of latent attention: unset"):
+            _check_prefixes("vllm", DeepseekV3Config())
+    _check_prefixes("transformers", DeepseekV3Config())
     _check_prefixes("transformers", config)
     config.model_type = "llama"
     _check_prefixes("vllm", config)
