@@ -1,4 +1,4 @@
-"""After which steps a run saves a checkpoint on disk."""
+"""Schedule of the checkpoints that a run saves on disk."""
 
 from __future__ import annotations
 
