@@ -144,7 +144,9 @@ def replay_routing(model: Any, layers: Mapping[int, nn.Module]) -> None:
     shape = RoutingShape.of(model.config)
     text = model.config.get_text_config()
     normalises = _NORMALISES[text.model_type](text)
-    for layer, router in routers(model).items():
+    own = routers(model)
+    assert own, f"no routers are known in a model of type {text.model_type}"
+    for layer, router in own.items():
         router.replayed = None
         layers[layer].register_forward_pre_hook(_give(router, layer, shape), with_kwargs=True)
         router.register_forward_hook(_Replay(shape, normalises))
