@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from hotseat.config.schema.record_options import CheckpointConfig
+from hotseat.config import Config
 from hotseat.loop.state.checkpoints import shown_bytes
 from hotseat.observe import Journal
 
@@ -18,31 +18,37 @@ _TIME_PARTS, _DISK_PARTS = 20, 2
 class SaveSchedule:
     """Decides after which steps checkpoints are made: by their number, by time, and at the end of the run.
 
-    section: the options of checkpoints, which the run may change. num_steps: those of the run.
+    num_steps: those of the run.
     """
 
-    def __init__(self, section: CheckpointConfig, num_steps: int | None, clock: Callable[[], float]):
-        self.section = section
+    def __init__(self, config: Config, num_steps: int | None, clock: Callable[[], float]):
+        self._config = config
         self._num_steps = num_steps
         self._clock = clock
         self._saved_s = clock()  # time of the last save, or of the start
         self._cost_s = 0.0  # time for which the last save held up the run
         self._has_warned = False  # of a disk without room
 
+    def change(self, config: Config) -> None:
+        """Use from now on a config that the run has changed."""
+        self._config = config
+
     @property
     def can_save(self) -> bool:
-        return self.section.every is not None or self.section.minutes is not None
+        return self._config.checkpoint.every is not None or self._config.checkpoint.minutes is not None
 
     def is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is due after a step, by the step's number or by time."""
-        return (self.section.every is not None and step % self.section.every == 0) or self._is_late()
+        return (
+            self._config.checkpoint.every is not None and step % self._config.checkpoint.every == 0
+        ) or self._is_late()
 
     def _is_late(self) -> bool:
         """Tell whether a checkpoint is due by time: the minutes have passed, and saving takes a small part of them."""
-        if self.section.minutes is None:
+        if self._config.checkpoint.minutes is None:
             return False
-        least_s = self.section.minutes * 60
-        if self.section.every_minutes is None:
+        least_s = self._config.checkpoint.minutes * 60
+        if self._config.checkpoint.every_minutes is None:
             least_s = max(least_s, _TIME_PARTS * self._cost_s)
         return self._clock() - self._saved_s >= least_s
 
@@ -53,7 +59,10 @@ class SaveSchedule:
     def is_last(self, step: int, is_ending: bool) -> bool:
         """Tell whether a checkpoint is made because the run ends, so that it can be extended, or export its model."""
         return (
-            (is_ending or self.is_end(step)) and self.can_save and self.section.keep_final and self.section.save_state
+            (is_ending or self.is_end(step))
+            and self.can_save
+            and self._config.checkpoint.keep_final
+            and self._config.checkpoint.save_state
         )
 
     def saved(self, started_s: float) -> float:

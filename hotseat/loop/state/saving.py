@@ -86,7 +86,7 @@ class Saver:
         self._config = config
         self._run_dir = run_dir
         self._tokenizer = tokenizer
-        self._schedule = SaveSchedule(section, num_steps, clock)
+        self._schedule = SaveSchedule(config, num_steps, clock)
         self._timeout_s = config.cluster.call_timeout_s
         self._background_save: BackgroundSave | None = None
         self._stood_still_s: float | None = None  # time that saves held up the run since the last `metrics`
@@ -179,7 +179,8 @@ class Saver:
 
     def keep(self, config: Config) -> None:
         """Use from now on a config that the run has changed: in the run directory and in later checkpoints."""
-        self._config, self._schedule.section = config, config.checkpoint
+        self._config = config
+        self._schedule.change(config)
         write_config(self._run_dir, config)
 
     def last_step(self) -> int | None:
