@@ -235,8 +235,8 @@ MUTANTS = (
     Mutant(
         "loop/rl/launch.py",
         "a replay starts the run's graders",
-        "agent=None, scorers=ScorerSettings(), spool",
-        "agent=None, spool",
+        "agent=None, scorers=ScorerSettings())",
+        "agent=None)",
         "test_a_replay_starts_no_graders",
     ),
     Mutant(
