@@ -81,7 +81,7 @@ def mixture_config(shape: str, layers: int) -> Any:
 
 
 def dense_config(shape: str, layers: int) -> Any:
-    """As many active parameters as the mixture, without routers."""
+    """Return a dense config with as many active parameters as the mixture has."""
     sizes = dict(SHAPES[shape])
     width = sizes.pop("moe_intermediate_size") * sizes.pop("num_experts_per_tok")
     del sizes["num_experts"]
